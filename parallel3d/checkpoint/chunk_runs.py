@@ -89,9 +89,11 @@ def piece_sizes(numel: int) -> list[int]:
     Page-locked memory is allocated in powers of two: one buffer of 33 GiB would take 64 GiB.
     """
     sizes = [1 << bit for bit in reversed(range(numel.bit_length())) if numel >> bit & 1]
-    large = [size for size in sizes if size >= SMALLEST]
-    rest = numel - sum(large)
-    return [*large, 1 << (rest - 1).bit_length()] if rest else large
+    pieces = [size for size in sizes if size >= SMALLEST]
+    rest = numel - sum(pieces)
+    if rest:
+        pieces.append(1 << (rest - 1).bit_length())
+    return pieces
 
 
 def copy_bytes(numel: int) -> int:
@@ -127,10 +129,10 @@ class HostCopy:
     def arrays(self) -> list[np.ndarray]:
         """Return the elements, in order."""
         starts = accumulate((len(piece) for piece in self._pieces), initial=0)
-        return [
-            piece[: self._numel - start].numpy()
-            for piece, start in zip(self._pieces, starts, strict=False)
-        ]
+        arrays = []
+        for piece, start in zip(self._pieces, starts, strict=False):
+            arrays.append(piece[: self._numel - start].numpy())
+        return arrays
 
 
 _AT_A_TIME = 2**22  # elements, whose indices and bits take 8 bytes each
@@ -144,18 +146,19 @@ def bit_sum(values: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Ten
     on its index in the whole parameter. So the checksums of boxes add up to that of the parameter,
     and a flipped bit always changes it.
 
-    Args:
-        values: the box's elements.
-        offsets: the box's first index in each dim of the parameter.
-        shape: the parameter's shape.
+    - `values`: the box's elements.
+    - `offsets`: the box's first index in each dim of the parameter.
+    - `shape`: the parameter's shape.
     """
+    if not values.dim():
+        return _bit_sum(values, offsets, shape)
     rows = max(1, _AT_A_TIME // max(1, prod(values.shape[1:])))
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for first in range(0, len(values), rows) if values.dim() else ():
+    for first in range(0, len(values), rows):
         part = values[first : first + rows]
         starts = [offsets[0] + first, *offsets[1:]]
         total += _bit_sum(part, starts, shape)
-    return total if values.dim() else _bit_sum(values, offsets, shape)
+    return total
 
 
 def _bit_sum(values: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -165,7 +168,8 @@ def _bit_sum(values: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Te
         index = index.unsqueeze(-1) * size + places
     weights = index * _MULTIPLIER
     weights ^= weights >> 29
-    bits = values.detach().view(torch.int16 if values.element_size() == 2 else torch.int32)
+    integers = torch.int16 if values.element_size() == 2 else torch.int32
+    bits = values.detach().view(integers)
     return (bits.to(torch.int64) * (weights | 1)).sum()
 
 

@@ -86,9 +86,9 @@ def tile(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
     up to the tensor's own corners, and only theirs.
     """
     corners = Counter[tuple[int, ...]]()
-    for box, sign in chain(
-        ((box, 1) for box in boxes), [(Box((0,) * len(shape), tuple(shape)), -1)]
-    ):
+    whole = Box((0,) * len(shape), tuple(shape))
+    signed = chain(((box, 1) for box in boxes), [(whole, -1)])
+    for box, sign in signed:
         if len(box.shape) != len(shape):
             return False
         for ends in product((0, 1), repeat=len(shape)):
@@ -178,12 +178,11 @@ class ArrayFile:
     ) -> None:
         """Fill `out` with a box of an array; raises CheckpointError if it cannot be read.
 
-        Args:
-            at: the byte at which the array begins.
-            shape, dtype: of the array.
-            offsets: where the box begins in the array, by dim.
-            out: [*box shape], of any type, strides and device. It is filled directly if it is
-                contiguous host memory of the array's type, otherwise through buffers of 8 MiB.
+        - `at`: the byte at which the array begins.
+        - `shape`, `dtype`: those of the array.
+        - `offsets`: where the box begins in the array, by dim.
+        - `out`: [*box shape], of any type, strides and device. It is filled directly if it is
+          contiguous host memory of the array's type, otherwise through buffers of 8 MiB.
         """
         staging = empty([min(STAGING_BYTES // dtype.itemsize, prod(shape))], dtype)
         self._read(at, shape, offsets, out.detach(), staging)
@@ -303,8 +302,7 @@ def header_bytes(tensors: Mapping[str, object]) -> bytes:
 
     They are the JSON's length (8 bytes, little-endian) and the JSON, padded to a multiple of 8.
 
-    Args:
-        tensors: {name: {"dtype": ..., "shape": ..., "data_offsets": ...}}.
+    - `tensors`: {name: {"dtype": ..., "shape": ..., "data_offsets": ...}}.
     """
     text = json.dumps(tensors, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % 8)
@@ -332,9 +330,8 @@ class ChunkFile(ArrayFile):
     def read(self, chunk: Chunk, box: Box, out: Tensor) -> None:
         """Fill `out` with a box of the chunk; raises CheckpointError.
 
-        Args:
-            box: in the coordinates of the whole parameter, inside the chunk.
-            out: fp32 [*box.shape], of any strides and on any device.
+        - `box`: in the coordinates of the whole parameter, inside the chunk.
+        - `out`: fp32 [*box.shape], of any strides and on any device.
         """
         assert out.dtype == torch.float32 and tuple(out.shape) == box.shape, f"{out.shape} {box}"
         offsets = tuple(map(int.__sub__, box.offsets, chunk.box.offsets))

@@ -23,8 +23,20 @@ LEFT_OVER = {
     ".rejected": "set aside: the run resumed from an earlier step",
 }
 _STATE_KEYS = (
-    *("format", "step", "tokens", "next_sample", "optimizer_steps", "learning_rate", "loss_scale"),
-    *("random", "corpus", "split", "tokenizer", "versions", "mesh", "config"),
+    "format",
+    "step",
+    "tokens",
+    "next_sample",
+    "optimizer_steps",
+    "learning_rate",
+    "loss_scale",
+    "random",
+    "corpus",
+    "split",
+    "tokenizer",
+    "versions",
+    "mesh",
+    "config",
 )
 
 
@@ -36,7 +48,8 @@ def find_checkpoints(path: Path) -> list[Path]:
     if (path / MANIFEST).exists():
         return [path]
     for folder in (path / "checkpoints", path):
-        if steps := step_folders(folder):
+        steps = step_folders(folder)
+        if steps:
             return [checkpoint for _, checkpoint in steps]
     if re.fullmatch(r"step-\d+", path.absolute().name) and path.is_dir():
         return [path]
@@ -48,12 +61,12 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 def find_leftovers(path: Path) -> list[tuple[Path, str]]:
     """Return the folders step-N.* of a run that are not checkpoints, each with the reason."""
-    return [
-        (left_over, LEFT_OVER[left_over.suffix])
-        for folder in (path / "checkpoints", path)
-        for left_over in sorted(folder.glob("step-*.*"))
-        if left_over.suffix in LEFT_OVER and left_over.is_dir()
-    ]
+    leftovers = []
+    for folder in (path / "checkpoints", path):
+        for left_over in sorted(folder.glob("step-*.*")):
+            if left_over.suffix in LEFT_OVER and left_over.is_dir():
+                leftovers.append((left_over, LEFT_OVER[left_over.suffix]))
+    return leftovers
 
 
 def describe(folder: Path) -> dict[str, object]:
@@ -63,7 +76,8 @@ def describe(folder: Path) -> dict[str, object]:
     """
     entries, state = read_sound_state(folder)
     shapes = shapes_of(state)
-    kinds = optimizers.kinds(name) if (name := optimizer_of(state)) else ()
+    optimizer = optimizer_of(state)
+    kinds = optimizers.kinds(optimizer) if optimizer else ()
     sizes = Counter[str](dict.fromkeys(kinds, 0))
     files = []
     for name, entry in entries.items():

@@ -28,10 +28,9 @@ def write_file(
 ) -> Entry:
     """Write a new file, synced to disk, and return its size and digest. Raises OSError.
 
-    Args:
-        parts: buffers (bytes, host arrays), which are written without a copy.
-        hashed: False skips the digest.
-        synced: False leaves the sync to the caller.
+    - `parts`: buffers (bytes, host arrays), which are written without a copy.
+    - `hashed`: False skips the digest.
+    - `synced`: False leaves the sync to the caller.
     """
     digest = xxh3_128()
     size = 0
@@ -106,8 +105,7 @@ def remove_checkpoint(path: Path) -> None:
 def publish(partial: Path, folder: Path, step: int, state: bytes, files: dict[str, Entry]) -> None:
     """Add state.json and the manifest to a complete `partial`, and rename it to `folder`.
 
-    Args:
-        files: the tensor files by name; state.json is added.
+    - `files`: the tensor files by name; state.json is added.
     """
     files[STATE] = write_file(partial / STATE, [state])
     write_file(partial / MANIFEST, [manifest_bytes(step, files)])

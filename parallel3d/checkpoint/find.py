@@ -49,11 +49,10 @@ def find(
 ) -> tuple[FoundCheckpoint | None, list[str]]:
     """Return the checkpoint to resume from, or None, and why newer ones were rejected. Collective.
 
-    Args:
-        folder: the run's checkpoints.
-        resume: checkpoint.resume: "none", "auto" (None if no checkpoint can be verified), a step of
-            the run, or a path.
-        memory: searched, too, if `resume` is "auto"; of equal steps the one on disk comes first.
+    - `folder`: the run's checkpoints.
+    - `resume`: checkpoint.resume: "none", "auto" (None if no checkpoint can be verified), a step of
+      the run, or a path.
+    - `memory`: searched, too, if `resume` is "auto"; of equal steps the one on disk comes first.
 
     Raises CheckpointError on all ranks if a named checkpoint cannot be used.
     """
@@ -70,7 +69,8 @@ def find(
     # All ranks must try the same checkpoints.
     steps = on_first(mesh, lambda: [step for step, _ in step_folders(folder)])
     places = [(step, True, "") for step in steps]
-    places += [(step, False, digest) for step, digest in (memory.steps() if memory else ())]
+    if memory:
+        places += [(step, False, digest) for step, digest in memory.steps()]
     for step, on_disk, digest in sorted(places, reverse=True):
         try:
             if on_disk:
@@ -136,7 +136,8 @@ def _check_share(path: Path, files: Mapping[str, Entry], rank: int, world_size: 
     """Read this rank's share of the files in full and compare them with the manifest."""
     names = sorted(files)
     for name in names[rank::world_size]:
-        if reason := check_file(path, name, files[name]):
+        reason = check_file(path, name, files[name])
+        if reason:
             raise CheckpointError(f"{name} {reason}")
         if name != STATE:
             ChunkFile(path / name).close()  # raises if it is not valid

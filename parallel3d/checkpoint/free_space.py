@@ -21,10 +21,11 @@ def missing_disk_bytes(folder: Path, num_bytes: int) -> int:
 def missing_memory_bytes(num_bytes: int, num_ranks: int) -> int:
     """Return the bytes of host memory that a rank lacks for `num_bytes`; 0 if they fit.
 
-    Args:
-        num_ranks: ranks on this host, each of which needs `num_bytes`.
+    - `num_ranks`: ranks on this host, each of which needs `num_bytes`.
     """
-    return max(0, num_bytes - free_memory(num_ranks)) if num_bytes else 0
+    if not num_bytes:
+        return 0
+    return max(0, num_bytes - free_memory(num_ranks))
 
 
 def free_memory(num_ranks: int) -> int:

@@ -59,27 +59,26 @@ class HostMemory:
     def __init__(self, mesh: Mesh, nodes: Nodes, root: Path, name: str, refused: int = -1) -> None:
         """Look at the folder, without creating it. Collective.
 
-        Args:
-            root: a folder in the host's memory.
-            name: the run's unique name, the same on all ranks; ends in "-" and an id.
-            refused: steps up to this one are not restored again.
+        - `root`: a folder in the host's memory.
+        - `name`: the run's unique name, the same on all ranks; ends in "-" and an id.
+        - `refused`: steps up to this one are not restored again.
         """
         self._mesh = mesh
         self._beside = mesh.beside()
         self._refused = refused
         machines = list(dict.fromkeys(nodes.machines))
         self._host_of = [machines.index(machine) for machine in nodes.machines]
-        ranks = range(len(self._host_of))
-        hosts = [[r for r in ranks if self._host_of[r] == host] for host in range(len(machines))]
+        hosts: list[list[int]] = [[] for _ in machines]
+        for rank, host in enumerate(self._host_of):
+            hosts[host].append(rank)
         self._here = hosts[self._host_of[mesh.rank]]
         self._place = self._here.index(mesh.rank)  # the first rank of a host does its common work
-        self.peers = {
-            rank: after[place % len(after)]
-            for own, after in zip(hosts, [*hosts[1:], hosts[0]], strict=True)
-            for place, rank in enumerate(own)
-            if after != own
-        }
+        self.peers: dict[int, int] = {}
         """Rank of the next host that keeps a copy of a rank's file; empty on one host."""
+        if len(hosts) > 1:
+            for own, after in zip(hosts, [*hosts[1:], hosts[0]], strict=True):
+                for place, rank in enumerate(own):
+                    self.peers[rank] = after[place % len(after)]
         self.folder = root / f"parallel3d-{os.getuid()}" / name
 
     def lacking_bytes(self, bytes_by_rank: Sequence[float]) -> int:
@@ -97,9 +96,8 @@ class HostMemory:
 
         Raises TrainingError on all ranks, and leaves the newest step alone, if it cannot be held.
 
-        Args:
-            state: contents of state.json; rank 0's are used.
-            write: writes this rank's files to a folder and returns {name: [size, digest]}.
+        - `state`: contents of state.json; rank 0's are used.
+        - `write`: writes this rank's files to a folder and returns {name: [size, digest]}.
         """
         mesh = self._beside
         folder = self.folder / f"step-{state['step']}"
@@ -108,8 +106,13 @@ class HostMemory:
             text = on_first(mesh, lambda: state_bytes(state).decode())
             self._on_each_host(lambda: self._make_room(unfinished))
             own = gather_json(mesh, agree(mesh, lambda: write(unfinished)), aside=True)
-            files = {name: Entry(*entry) for some in own for name, entry in some.items()}
-            plan = [(n, rank, peer) for rank, peer in self.peers.items() for n in own[rank]]
+            files = {}
+            for of_rank in own:
+                for name, entry in of_rank.items():
+                    files[name] = Entry(*entry)
+            plan = []
+            for rank, peer in self.peers.items():
+                plan += [(name, rank, peer) for name in own[rank]]
             self._copy(unfinished, plan, files)
             self._on_each_host(
                 lambda: disk.publish(unfinished, folder, state["step"], text.encode(), files)
@@ -147,8 +150,10 @@ class HostMemory:
                     own.append([step, _digest(read_manifest(path))])
                 except CheckpointError as error:
                     record("copy_rejected", step=step, file=MANIFEST, reason=str(error))
-        found = gather_json(self._mesh, own, aside=True)
-        return sorted({(step, digest) for some in found for step, digest in some})
+        steps: set[tuple[int, str]] = set()
+        for of_rank in gather_json(self._mesh, own, aside=True):
+            steps.update((step, digest) for step, digest in of_rank)
+        return sorted(steps)
 
     def verify(
         self, step: int, digest: str
@@ -169,12 +174,12 @@ class HostMemory:
             if reason:
                 record("copy_rejected", step=step, file=name, reason=reason)
                 (folder / name).unlink(missing_ok=True)
-        found = gather_json(self._mesh, reasons, aside=True)
-        holders = {
-            name: [rank for rank, other in enumerate(found) if other.get(name) == ""]
-            for some in found
-            for name in some
-        }
+        holders: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(gather_json(self._mesh, reasons, aside=True)):
+            for name, reason in of_rank.items():
+                names_holders = holders.setdefault(name, [])
+                if not reason:
+                    names_holders.append(rank)
         files, state = self._read(folder, manifest, holders.get(STATE, ()))
         for name in sorted(files):
             _require_copy(name, holders.get(name, ()))
@@ -236,17 +241,14 @@ class HostMemory:
             return torch.split(data, disk.BLOCK)
 
         def transfer() -> None:
-            sends = [
-                mesh.messages.send_aside(block, target)
-                for name, source, target in plan
-                if source == mesh.rank
-                for block in blocks(name)
-            ]
-            problems = [
-                _receive(mesh, folder / name, files[name], source)
-                for name, source, target in plan
-                if target == mesh.rank
-            ]
+            sends = []
+            for name, source, target in plan:
+                if source == mesh.rank:
+                    sends += [mesh.messages.send_aside(block, target) for block in blocks(name)]
+            problems = []
+            for name, source, target in plan:
+                if target == mesh.rank:
+                    problems.append(_receive(mesh, folder / name, files[name], source))
             for send in sends:
                 send.wait()
             if any(problems):

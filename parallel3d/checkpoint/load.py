@@ -9,7 +9,7 @@ import zlib
 from base64 import b64decode, b64encode
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,8 @@ class StoredChunk(NamedTuple):
     file: int  # index of the file
     at: int  # first byte in the file
     chunk: Chunk
-    common: Box  # in the coordinates of the whole parameter
+    common: Box
+    """The part that is read, in the coordinates of the whole parameter."""
 
 
 class Index:
@@ -46,11 +47,10 @@ class Index:
     def __init__(self, rows: Mapping[str, np.ndarray], kinds: Sequence[str]) -> None:
         """Create an index from a table per parameter.
 
-        Args:
-            rows: by parameter, int64 [boxes, 1 + 2 dims + kinds]. A row is a box in a file: index
-                of the file, offsets and shape of the box, and the first byte of each kind (0 if
-                the kind has no such chunk).
-            kinds: those that are indexed, in the order of the columns.
+        - `rows`: by parameter, int64 [boxes, 1 + 2 dims + kinds]. A row is a box in a file: index
+          of the file, offsets and shape of the box, and the first byte of each kind (0 if the kind
+          has no such chunk).
+        - `kinds`: those that are indexed, in the order of the columns.
         """
         self._rows = rows
         self._kinds = kinds
@@ -102,12 +102,11 @@ def make_index(
 ) -> Index:
     """Return the index of the parameters `names`. Collective.
 
-    Args:
-        files: names of the safetensors files in `folder`.
-        shapes: global shapes of all parameters in the checkpoint.
-        names: parameters that this rank reads.
-        kinds: what is read of them; chunks of other kinds are left out.
-        share: indices of the files whose headers this rank reads; by default an even share.
+    - `files`: names of the safetensors files in `folder`.
+    - `shapes`: global shapes of all parameters in the checkpoint.
+    - `names`: parameters that this rank reads.
+    - `kinds`: what is read of them; chunks of other kinds are left out.
+    - `share`: indices of the files whose headers this rank reads; by default an even share.
 
     Raises CheckpointError on all ranks if a file is not valid, or has a parameter that is not in
     `shapes`.
@@ -122,7 +121,8 @@ def make_index(
     index = {}
     for name in names:
         width = 1 + 2 * len(shapes[name]) + len(kinds)
-        rows = b"".join(zlib.decompress(b64decode(s[name])) for s in shares if name in s)
+        packed = [own[name] for own in shares if name in own]
+        rows = b"".join(zlib.decompress(b64decode(text)) for text in packed)
         index[name] = np.frombuffer(rows, "<i8").reshape(-1, width)
     return Index(index, kinds)
 
@@ -137,7 +137,9 @@ def _packed_rows(
 ) -> dict[str, str]:
     """Return the index rows of this rank's share of the files, by parameter, as text."""
     rows: dict[str, list[list[int]]] = defaultdict(list)
-    for number in range(mesh.rank, len(files), mesh.world.size) if share is None else share:
+    if share is None:
+        share = range(mesh.rank, len(files), mesh.world.size)
+    for number in share:
         boxes: dict[tuple[str, Box], list[int]] = {}
         with ChunkFile(folder / files[number]) as file:
             for chunk, at in file.chunks.items():
@@ -192,14 +194,13 @@ def load(
 
 def _needed(engine: Engine, index: Index, originals: Mapping[str, str]) -> set[int]:
     """Return the indices of the files with elements that this rank holds."""
-    return {
-        stored.file
-        for block in engine.states.blocks
-        for piece in block
-        for box, _ in global_boxes(piece.held, piece.start, piece.start + piece.numel)
-        for kind in engine.states.kinds_of(piece.held)
-        for stored in index.find(originals.get(piece.held.name, piece.held.name), kind, box)
-    }
+    files: set[int] = set()
+    for piece in chain.from_iterable(engine.states.blocks):
+        name = originals.get(piece.held.name, piece.held.name)
+        for box, _ in global_boxes(piece.held, piece.start, piece.start + piece.numel):
+            for kind in engine.states.kinds_of(piece.held):
+                files.update(stored.file for stored in index.find(name, kind, box))
+    return files
 
 
 def _index_of(
@@ -213,7 +214,8 @@ def _index_of(
     check_parameters(checkpoint.folder, checkpoint.state, layers)
     files = checkpoint.files
     share = None
-    if copies := checkpoint.copies:
+    copies = checkpoint.copies
+    if copies:
         share = [n for n, name in enumerate(files) if copies.holders[name][0] == mesh.rank]
     return make_index(
         checkpoint.folder, files, shapes_of(checkpoint.state), names, mesh, kinds, share
@@ -226,10 +228,8 @@ def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[La
     expected = {name: spec.shape for name, spec in named_params(layers).items()}
     for name in [*expected, *stored]:
         if stored.get(name) != expected.get(name):
-            old, new = (
-                f"shape {list(shapes[name])}" if name in shapes else "no such parameter"
-                for shapes in (stored, expected)
-            )
+            old = f"shape {list(stored[name])}" if name in stored else "no such parameter"
+            new = f"shape {list(expected[name])}" if name in expected else "no such parameter"
             raise CheckpointError(
                 f"{folder} is of another model: {name} has {old} there and {new} in "
                 "parallel3d.model; set the model back, or start a new run with another run.name"
@@ -244,20 +244,19 @@ def boxes_to_fill(
     Each is a parameter's name, a box in the whole parameter, and a tensor [*box.shape] to write to
     by kind.
 
-    Args:
-        originals: the name under which a tied weight is stored, by its other names.
+    - `originals`: the name under which a tied weight is stored, by its other names.
     """
     for number, block in enumerate(engine.states.blocks):
         with engine.states.opened(number, write=True) as tensors:
-            yield [
-                (
-                    originals.get(piece.held.name, piece.held.name),
-                    box,
-                    {k: flat[at : at + box.numel].view(box.shape) for k, flat in kinds.items()},
-                )
-                for piece, kinds in zip(block, tensors, strict=True)
-                for box, at in global_boxes(piece.held, piece.start, piece.start + piece.numel)
-            ]
+            boxes = []
+            for piece, kinds in zip(block, tensors, strict=True):
+                name = originals.get(piece.held.name, piece.held.name)
+                for box, at in global_boxes(piece.held, piece.start, piece.start + piece.numel):
+                    outs = {}
+                    for kind, flat in kinds.items():
+                        outs[kind] = flat[at : at + box.numel].view(box.shape)
+                    boxes.append((name, box, outs))
+            yield boxes
 
 
 # By index of the file: stored chunks, and the memory for the common part of each.
@@ -307,8 +306,7 @@ def load_weights(
     Each rank reads the byte ranges of its own parts. Raises CheckpointError on all ranks if the
     checkpoint is of another model, or cannot be read.
 
-    Args:
-        held: this rank's parameters.
+    - `held`: this rank's parameters.
     """
     originals = tied_names(layers)
     names = {h.name: originals.get(h.name, h.name) for h in held}

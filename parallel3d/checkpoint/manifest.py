@@ -35,8 +35,14 @@ STATE = "state.json"
 TOKENIZER = "tokenizer"  # folder beside them, whose digest is in state.json
 
 _REQUIRED_KEYS = {
-    *("tokens", "next_sample", "optimizer_steps", "loss_scale"),
-    *("config", "mesh", "tokenizer", "corpus"),
+    "tokens",
+    "next_sample",
+    "optimizer_steps",
+    "loss_scale",
+    "config",
+    "mesh",
+    "tokenizer",
+    "corpus",
 }
 _MAX_JSON_BYTES = 2**30
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors|state\.json", re.ASCII)
@@ -170,7 +176,8 @@ def read_sound_state(folder: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
     Raises CheckpointError.
     """
     files = read_manifest(folder).files
-    if reason := check_file(folder, STATE, files[STATE]):
+    reason = check_file(folder, STATE, files[STATE])
+    if reason:
         raise CheckpointError(f"{folder / STATE}: {reason}; use another checkpoint")
     return files, read_state(folder)
 
@@ -196,7 +203,8 @@ def check_state(state: Mapping[str, object], step: int) -> None:
     if state.get("step") != step:
         raise CheckpointError(f"{STATE} is of step {state.get('step')}, not {step}")
     shapes_of(state)
-    if missing := sorted(_REQUIRED_KEYS - state.keys()):
+    missing = sorted(_REQUIRED_KEYS - state.keys())
+    if missing:
         raise CheckpointError(f"{STATE} lacks {missing[0]!r}")
 
 
@@ -227,7 +235,8 @@ def verify(folder: Path) -> list[Fault]:
         return [Fault(MANIFEST, _reason(error, folder / MANIFEST))]
     faults = []
     for name, entry in manifest.files.items():
-        if reason := check_file(folder, name, entry):
+        reason = check_file(folder, name, entry)
+        if reason:
             faults.append(Fault(name, reason))
     return faults or _check_contents(folder, manifest)
 
@@ -258,15 +267,18 @@ def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:
     if faults:
         return faults
     optimizer = optimizer_of(state)
-    # Hidden matrices may have other states than the rest; a checkpoint does not say which they are.
-    complete = [{"master", *(kind for of_kinds in boxes.values() for kind in of_kinds)}]
     if optimizer:
+        # Hidden matrices may have other states than the rest, and a checkpoint does not say which
+        # parameters they are.
         complete = [{*optimizers.kinds(optimizer, role)} for role in (optimizers.MATRIX, None)]
+    else:
+        complete = [{"master"}.union(*boxes.values())]
     for name, of_kinds in boxes.items():
         stored = {kind for kind, own in of_kinds.items() if tile(own, shapes[name])}
         if prod(shapes[name]) and (stored != of_kinds.keys() or stored not in complete):
-            text = f"the files do not hold each element of {name[:80]!r} once"
-            faults.append(Fault(STATE, f"{text}, but for {', '.join(sorted(stored)) or 'no kind'}"))
+            held = ", ".join(sorted(stored)) or "no kind"
+            text = f"the files do not hold each element of {name[:80]!r} once, but for {held}"
+            faults.append(Fault(STATE, text))
     return faults
 
 
@@ -274,8 +286,12 @@ def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
     """Return step and path of the folders step-N in a folder, newest first; [] if it is missing."""
     if not checkpoints.is_dir():
         return []
-    matches = ((_STEP_FOLDER.fullmatch(path.name), path) for path in checkpoints.iterdir())
-    return sorted(((int(m[1]), path) for m, path in matches if m and path.is_dir()), reverse=True)
+    folders = []
+    for path in checkpoints.iterdir():
+        match = _STEP_FOLDER.fullmatch(path.name)
+        if match and path.is_dir():
+            folders.append((int(match[1]), path))
+    return sorted(folders, reverse=True)
 
 
 def _read(path: Path) -> bytes:

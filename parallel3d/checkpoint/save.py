@@ -67,15 +67,14 @@ class Saver:
     ) -> None:
         """Create a saver. Collective.
 
-        Args:
-            folder: the run's checkpoints, the same on all ranks.
-            keep: number of newest checkpoints to keep.
-            always: steps whose checkpoints are kept in addition.
-            asynchronous: write from a copy while training continues.
-            say: prints a message for the user, on one rank only.
-            hashed: False skips the digests.
-            tokenizer: a folder to copy into each checkpoint.
-            memory: the hosts' memory, for `save_in_memory`.
+        - `folder`: the run's checkpoints, the same on all ranks.
+        - `keep`: number of newest checkpoints to keep.
+        - `always`: steps whose checkpoints are kept in addition.
+        - `asynchronous`: write from a copy while training continues.
+        - `say`: prints a message for the user, on one rank only.
+        - `hashed`: False skips the digests.
+        - `tokenizer`: a folder to copy into each checkpoint.
+        - `memory`: the hosts' memory, for `save_in_memory`.
         """
         self._tokenizer = tokenizer
         self._memory = memory
@@ -94,10 +93,12 @@ class Saver:
         self._numel = sum(run.stop - run.start for run in self._runs)
         self._buffer: HostCopy | None = None
         self._thread: Thread | None = None
-        self._problem = ""  # of the newest save, the same on all ranks
+        self._problem = ""
+        """Why the newest save failed, the same on all ranks; "" if it did not."""
         self._lost: Exception | None = None  # a failure on which the ranks could not agree
         self._failures = 0
-        self._memory_problem = ""  # of the newest save in memory
+        self._memory_problem = ""
+        """Why the newest save in memory failed; "" if it did not."""
         self._memory_fails = False  # and it was reported
         self._to_disk = True  # where the thread writes to; else to memory
         self._bytes_by_rank = [
@@ -116,9 +117,8 @@ class Saver:
 
         Once the saver is `broken` this waits for the save in progress, and begins no other.
 
-        Args:
-            state: contents of state.json, except for the keys that the saver adds.
-            wait: return only when the checkpoint is on disk, or the save has failed.
+        - `state`: contents of state.json, except for the keys that the saver adds.
+        - `wait`: return only when the checkpoint is on disk, or the save has failed.
         """
         start = time.perf_counter()
         self.finish()
@@ -200,12 +200,16 @@ class Saver:
         """Return whether to write in the background, and why the save is impossible, or ""."""
         asynchronous = self._asynchronous and not wait
         new_bytes = 0 if self._buffer is not None else copy_bytes(self._numel)
-        memory_lacks = disk_lacks = 0
+        memory_lacks = 0
+        disk_lacks = 0
         with suppress(OSError):  # out of files, or the disk is away: the write reports it
             memory_lacks = free_space.missing_memory_bytes(new_bytes, self._mesh.local_size)
             disk_lacks = free_space.missing_disk_bytes(self._folder, self.num_bytes)
-        rows = self._mesh.messages.gather_floats([memory_lacks if asynchronous else 0, disk_lacks])
-        memory_lacks, disk_lacks = (max(int(row[i]) for row in rows) for i in range(2))
+        if not asynchronous:
+            memory_lacks = 0
+        rows = self._mesh.messages.gather_floats([memory_lacks, disk_lacks])
+        memory_lacks = max(int(row[0]) for row in rows)
+        disk_lacks = max(int(row[1]) for row in rows)
         if disk_lacks:
             lacks = f"{decimal(disk_lacks)} of disk space missing for {decimal(self.num_bytes)}"
             return False, f"{self._folder}: {lacks}"
@@ -265,11 +269,16 @@ class Saver:
             self._on_first(lambda: disk.make_folder(partial))
             entries = agree(mesh, lambda: self._write_own(partial, arrays))
             all_entries = gather_json(mesh, entries, aside=True)
-            files = {name: Entry(*entry) for own in all_entries for name, entry in own.items()}
+            files = {}
+            for of_rank in all_entries:
+                for name, entry in of_rank.items():
+                    files[name] = Entry(*entry)
             self._on_first(lambda: self._publish(state, files, partial, folder))
             remove = disk.remove_checkpoint
             written = folder
-            own_files = {name: Entry(*entry) for name, entry in entries.items() if self._hashed}
+            own_files = {}
+            if self._hashed:
+                own_files = {name: files[name] for name in entries}
             keep_newest(
                 self._folder,
                 self._keep,
@@ -343,9 +352,8 @@ def keep_newest(
     Collective, on the background group. Rank 0 also reads the manifest and the state. Raises
     TrainingError on all ranks, and removes nothing, if a file is damaged.
 
-    Args:
-        own_files: the newest checkpoint's files that this rank wrote and reads back.
-        always: steps that are kept and not counted.
+    - `own_files`: the newest checkpoint's files that this rank wrote and reads back.
+    - `always`: steps that are kept and not counted.
     """
 
     @disk.reporting(newest, "cannot be read back: ")
@@ -354,7 +362,8 @@ def keep_newest(
         if mesh.rank == 0:
             entries[STATE] = read_manifest(newest).files[STATE]
         for name, entry in entries.items():
-            if reason := check_file(newest, name, entry):
+            reason = check_file(newest, name, entry)
+            if reason:
                 raise CheckpointError(f"{name}: {reason}")
 
     def remove() -> None:
@@ -362,10 +371,12 @@ def keep_newest(
             for name in old:
                 disk.remove_checkpoint(folder / name)
 
+    def find_old() -> list[str]:
+        counted = [path.name for step, path in step_folders(folder) if step not in always]
+        return counted[keep:]
+
     # All ranks read back before anything is removed.
-    old = on_first(
-        mesh, lambda: [p.name for n, p in step_folders(folder) if n not in always][keep:]
-    )
+    old = on_first(mesh, find_old)
     if old:
         agree(mesh, read_back)
         on_first(mesh, remove)

@@ -48,7 +48,7 @@ class Position:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Position":
         """Return the position in a state.json."""
-        return cls(*(int(state[key]) for key in ("step", "tokens", "next_sample")))
+        return cls(int(state["step"]), int(state["tokens"]), int(state["next_sample"]))
 
     def after(self, config: CompleteConfig, padding: int = 0) -> "Position":
         """Return the position one step later; `padding` is not counted among its tokens."""
@@ -91,10 +91,9 @@ class RunState:
     ) -> Position:
         """Return the position at which this run resumes from a checkpoint.
 
-        Args:
-            state: the checkpoint's state.json.
-            path: the checkpoint, for messages.
-            say: prints settings that have changed.
+        - `state`: the checkpoint's state.json.
+        - `path`: the checkpoint, for messages.
+        - `say`: prints settings that have changed.
 
         Raises CheckpointError if samples would be lost or repeated, or tokens would have another
         meaning.
@@ -102,7 +101,8 @@ class RunState:
         was = state["config"]
         now = self._fixed["config"]
         for setting, meaning, why in _MUST_NOT_CHANGE:
-            old, new = (meaning(value_at(config, setting)) for config in (was, now))
+            old = meaning(value_at(was, setting))
+            new = meaning(value_at(now, setting))
             if old != new:
                 raise CheckpointError(
                     f"{path}: {setting} was {json.dumps(old)} and is now {json.dumps(new)}, {why}; "
@@ -129,7 +129,8 @@ class RunState:
                 f"{state['next_sample']:,} is now at another place, so some text may be repeated "
                 "or skipped, and held-out text may include text that was trained on"
             )
-        if different := list(changes(was, now)):
+        different = list(changes(was, now))
+        if different:
             say("changed since the checkpoint: " + ", ".join(different))
         return Position.of(state)
 
@@ -137,9 +138,13 @@ class RunState:
 # Settings of output, location of the text, stopping, resuming and gathering of weights, whose
 # changes are not reported.
 _NOT_REPORTED = {
-    *("parallel3d.run", "parallel3d.checkpoint.resume", "parallel3d.train.stop_after"),
-    *("parallel3d.checkpoint.in_memory_folder", "parallel3d.data.paths"),
-    *("parallel3d.data.cache", "parallel3d.pipeline.weights"),
+    "parallel3d.run",
+    "parallel3d.checkpoint.resume",
+    "parallel3d.train.stop_after",
+    "parallel3d.checkpoint.in_memory_folder",
+    "parallel3d.data.paths",
+    "parallel3d.data.cache",
+    "parallel3d.pipeline.weights",
 }
 
 
@@ -147,10 +152,11 @@ def changes(
     was: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
 ) -> Iterator[str]:
     """Yield each setting that differs as "path old -> new"; settings in only one are ignored."""
-    for name in (name for name in now if name in was):
+    for name, new in now.items():
+        if name not in was:
+            continue
         path = f"{prefix}{name}"
         old = was[name]
-        new = now[name]
         if path in _NOT_REPORTED or name == "nvme_path" or old == new:
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):

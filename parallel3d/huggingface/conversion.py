@@ -87,7 +87,7 @@ def read_back(
 ) -> Proof:
     """Compare an exported folder with its checkpoint.
 
-    stamps: name in the folder -> stamp of the checkpoint's tensor after conversion.
+    - `stamps`: name in the folder -> stamp of the checkpoint's tensor after conversion.
     """
     settings = about.settings(layout)
     other_checks = {"config.json and generation_config.json": _config(folder, about, settings)}
@@ -116,9 +116,9 @@ def prove(
 ) -> Proof:
     """Run the checks of a folder, then check that transformers loads it and returns equal logits.
 
-    name: transformers class of the model.
-    checks: name of a check -> iterator over the differences that it finds.
-    read: reads a parameter of the source.
+    - `name`: transformers class of the model.
+    - `checks`: name of a check -> iterator over the differences that it finds.
+    - `read`: reads a parameter of the source.
 
     A file that cannot be loaded counts as a difference and raises nothing.
     """
@@ -172,9 +172,11 @@ def tensors_differ(
             yield f"{file}: {error}"
             continue
         for name in sorted(there.symmetric_difference(names)):
-            yield f"{file}: {name} is {'unexpected' if name in there else 'missing'}"
+            state = "unexpected" if name in there else "missing"
+            yield f"{file}: {name} is {state}"
         for name in sorted(there.intersection(names)):
-            if (read := stamp(tensor_in(folder / file, name))) != stamps[name]:
+            read = stamp(tensor_in(folder / file, name))
+            if read != stamps[name]:
                 yield f"{file}: {name} is {read}, not {stamps[name]}"
 
 
@@ -196,7 +198,8 @@ def _config(folder: Path, about: About, settings: Any) -> Iterator[str]:
             yield f"config.json: {key} is {loaded_settings.get(key)!r}, not {expected.get(key)!r}"
     generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if (token := getattr(generation, key)) != about.end_of_text:
+        token = getattr(generation, key)
+        if token != about.end_of_text:
             yield f"generation_config.json: {key} is {token}, not {about.end_of_text}"
 
 
@@ -221,9 +224,8 @@ def loaded(folder: Path, **options: Any) -> Any:
 def _tokenizer(folder: Path, original: Path) -> Iterator[str]:
     from transformers import AutoTokenizer
 
-    run_tokenizer, saved_tokenizer = (
-        AutoTokenizer.from_pretrained(path, local_files_only=True) for path in (original, folder)
-    )
+    run_tokenizer = AutoTokenizer.from_pretrained(original, local_files_only=True)
+    saved_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if run_tokenizer(SAMPLE).input_ids != saved_tokenizer(SAMPLE).input_ids:
         yield "tokenizer: encodes a sample text to other ids"
 
@@ -301,10 +303,8 @@ def export(
     Memory holds at most two parameters, one of them twice. If a check fails, nothing is left at
     `to`.
 
-    Raises:
-        ConfigError: `to` is not empty, or transformers has no class for the model.
-        CheckpointError: the checkpoint is damaged.
-        TrainingError: the disk is full.
+    Raises ConfigError if `to` is not empty or transformers has no class for the model,
+    CheckpointError if the checkpoint is damaged, and TrainingError if the disk is full.
     """
     try:
         if layout.refusal:
@@ -369,7 +369,7 @@ def import_folder(
 def _publish_if_proved(to: Path, layout: WeightFiles, write: Callable[[Path], Proof]) -> Proof:
     """Write a folder under a temporary name, and rename it to `to` if its proof holds.
 
-    write: writes the weights and other files into the folder and returns the proof.
+    - `write`: writes the weights and other files into the folder and returns the proof.
     """
     to = to.resolve()  # "." has no name to derive the temporary one from
     check_new(to)

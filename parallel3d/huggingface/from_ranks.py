@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
@@ -54,7 +55,8 @@ def save_weights(
             tokenizer=corpus.tokenizer_directory if corpus else None,
             line=line,
         )
-        if missing := layout.places.keys() - {name for names in written for name in names}:
+        missing = layout.places.keys() - set(chain.from_iterable(written))
+        if missing:
             raise OSError(f"no rank wrote {min(missing)}")
         write_rest(unfinished, about, layout)
         publish(unfinished, directory)

@@ -22,9 +22,10 @@ Say = Callable[[str], None]
 def model_folder(path: Path, say: Say) -> Iterator[Path]:
     """Yield a folder that transformers loads, and `say` which weights it contains.
 
-    path: such a folder, a run's folder (its weights/ if it exists), or a checkpoint. Checkpoints
-    are exported to a temporary folder. Raises ConfigError for any other path, and the errors of
-    `export`.
+    - `path`: such a folder, a run's folder (its weights/ if it exists), or a checkpoint.
+      Checkpoints are exported to a temporary folder.
+
+    Raises ConfigError for any other path, and the errors of `export`.
     """
     quiet()
     for folder in (path, path / "weights"):
@@ -53,7 +54,7 @@ def generate(
 ) -> None:
     """Print a prompt and up to `tokens` generated tokens, streaming them as they are decoded.
 
-    options: arguments of transformers' `generate`. An empty prompt starts a document.
+    - `options`: arguments of transformers' `generate`. An empty prompt starts a document.
 
     Raises ConfigError if the folder has no tokenizer or the prompt is too long.
     """
@@ -69,7 +70,8 @@ def generate(
             f"{folder}: transformers cannot load the model or the tokenizer ({reason}); name a "
             "folder with both"
         ) from error
-    if wrong := [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]:
+    wrong = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
+    if wrong:
         raise ConfigError(f"{folder}: the weights do not match config.json: {wrong[0]}")
     ids = tokenizer(prompt, add_special_tokens=False).input_ids
     if not ids:

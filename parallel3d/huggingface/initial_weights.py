@@ -79,8 +79,9 @@ def tokenizer_warning(model: Path, tokenizer: Path, shown: str) -> str:
 
     Two tokenizers count as equal if they have the same vocabulary and encode a sample text equally.
 
-    model: folder of the model. tokenizer: folder of the corpus' tokenizer. shown: name of the
-    model for the warning.
+    - `model`: folder of the model.
+    - `tokenizer`: folder of the corpus' tokenizer.
+    - `shown`: name of the model for the warning.
     """
     if not any(tokenizer.iterdir()):
         return ""  # a corpus of token ids, whose tokenizer is not known

@@ -5,7 +5,7 @@ No other bytes are read, and no file stays open.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -53,8 +53,7 @@ class HashedChunks:
     def __init__(self, path: Path, entry: Entry) -> None:
         """Read the header; raises CheckpointError if it is not a safetensors file of chunks.
 
-        Args:
-            entry: the file's size and digest in the manifest.
+        - `entry`: the file's size and digest in the manifest.
         """
         self.path = path
         with ChunkFile(path) as file:
@@ -105,14 +104,16 @@ class HashedChunks:
 class CheckpointSource:
     """The fp32 master weights in a checkpoint of any mesh, with its config and state.
 
-    path: a checkpoint or a run's folder, whose newest checkpoint is taken (see `find_checkpoints`).
+    - `path`: a checkpoint, or a run's folder, whose newest checkpoint is taken (see
+      `find_checkpoints`).
 
     Files are hashed as they are read. After reading, call `check` to verify the hashes. Raises
     CheckpointError if the checkpoint is missing, damaged or incomplete.
     """
 
     def __init__(self, path: Path) -> None:
-        self.folder = folder = find_checkpoints(path)[0]
+        folder = find_checkpoints(path)[0]
+        self.folder = folder
         files, self.state = read_sound_state(folder)
         self.config = RunConfig.from_dict(self.state["config"], str(folder / STATE))
         specs = named_params(models.layers(self.config.model))
@@ -152,14 +153,15 @@ class CheckpointSource:
         """
         for done, file in enumerate(self._files):
             progress("comparing hashes (files)", done, len(self._files))
-            if reason := file.check():
+            reason = file.check()
+            if reason:
                 raise CheckpointError(f"{file.path}: {reason}; use another checkpoint")
 
     def about(self, tokenizer: Path | None = None, architecture: str | None = None) -> About:
         """Return the facts that an export writes next to the weights.
 
-        tokenizer: folder of the tokenizer; None to search for it.
-        architecture: transformers class to use; None for the default of the model family.
+        - `tokenizer`: folder of the tokenizer; None to search for it.
+        - `architecture`: transformers class to use; None for the default of the model family.
 
         Raises CheckpointError if the tokenizer is not found, or is not the checkpoint's.
         """
@@ -198,9 +200,11 @@ class StoredTensor(NamedTuple):
 
     name: str
     path: Path
-    at: int  # offset of the first byte in the file
+    at: int
+    """Offset of the first byte in the file."""
     shape: tuple[int, ...]
-    type: str  # as safetensors writes it: "F32", "BF16", ...
+    type: str
+    """The type's name in safetensors: "F32", "BF16", ..."""
 
     def read(self, shape: tuple[int, ...], offsets: tuple[int, ...], out: Tensor) -> None:
         """Fill `out` with the box at `offsets`, with the tensor viewed as an array of `shape`."""
@@ -245,13 +249,11 @@ class PublishedWeights:
     Tensor names in the files may lack the prefix of the base model ("wte.weight" for
     "transformer.wte.weight"). No file stays open.
 
-    Attributes:
-        shapes: parameter -> shape, in the order of the layers, without tied copies.
-        stored: full name in transformers -> tensor in the files.
+    - `shapes`: parameter -> shape, in the order of the layers, without tied copies.
+    - `stored`: full name in transformers -> tensor in the files.
 
-    Raises:
-        ConfigError: a tensor is missing, unexpected, or of another shape or type.
-        CheckpointError: a file is damaged.
+    Raises ConfigError if a tensor is missing, unexpected, or of another shape or type, and
+    CheckpointError if a file is damaged.
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
@@ -263,10 +265,10 @@ class PublishedWeights:
         layers = models.layers(config)
         self.shapes = {name: spec.shape for name, spec in named_params(layers).items()}
         # Name of a tied weight in transformers -> name of its copy, which a file may contain too.
-        self._tied = {
-            self._parts(original)[0].name: family.parts(config, copy, self.shapes[original])[0].name
-            for copy, original in tied_names(layers).items()
-        }
+        self._tied = {}
+        for copy, original in tied_names(layers).items():
+            copy_parts = family.parts(config, copy, self.shapes[original])
+            self._tied[self._parts(original)[0].name] = copy_parts[0].name
         expected: dict[str, Tensor] = {}
         for name, shape in self.shapes.items():
             expected |= family.to_huggingface(config, {name: torch.empty(shape, device="meta")})
@@ -284,8 +286,8 @@ class PublishedWeights:
     def read(self, name: str, box: Box, out: Tensor) -> None:
         """Fill `out` with a box of a parameter. Raises CheckpointError.
 
-        box: in the coordinates of the full parameter.
-        out: [*box.shape], of any strides and on any device.
+        - `box`: in the coordinates of the full parameter.
+        - `out`: [*box.shape], of any strides and on any device.
         """
         shape = self.shapes[name]
         for part in self._parts(name):
@@ -318,7 +320,8 @@ class PublishedWeights:
     def _read(self, part: Part, shape: Sequence[int], box: Box, out: Tensor) -> None:
         """Read a box of a part from its tensor in the file.
 
-        shape: of the part in parallel3d; in the file its dims may be split and in another order.
+        - `shape`: that of the part in parallel3d; in the file its dims may be split and in another
+          order.
         """
         sizes = [part.shape[dim] for dim in part.order]
         groups = list(_grouped(sizes, shape))
@@ -331,7 +334,7 @@ class PublishedWeights:
             target = out
             for dim, (piece, start) in reversed(list(enumerate(pieces))):
                 target = target.narrow(dim, start, piece.numel).unflatten(dim, piece.shape)
-            offsets = [offset for piece, _ in pieces for offset in piece.offsets]
+            offsets = list(chain.from_iterable(piece.offsets for piece, _ in pieces))
             stored_offsets = tuple(offsets[dim] for dim in inverse)
             self.stored[part.name].read(part.shape, stored_offsets, target.permute(inverse))
 
@@ -347,7 +350,7 @@ class PublishedWeights:
         by_path = {path: stored_tensors(path) for path in weight_files(self.folder)}
         # A layer behind the last one that predicts further tokens: transformers leaves it out, too.
         further = f"{prefix}layers.{self._config.num_hidden_layers}."
-        names = {stored.name for tensors in by_path.values() for stored in tensors}
+        names = {stored.name for stored in chain.from_iterable(by_path.values())}
         predicts = f"{further}eh_proj.weight" in names
         for path, tensors in by_path.items():
             for stored in tensors:
@@ -363,7 +366,8 @@ class PublishedWeights:
                         f"{self.folder}: has the tensor {own}, which the model of config.json does "
                         "not have; use another model"
                     )
-                if first := stored_by_name.get(name):
+                first = stored_by_name.get(name)
+                if first:
                     raise ConfigError(
                         f"{path}: {own} is also in {first.path.name}, as {first.name}; remove one "
                         "in a copy of the folder"

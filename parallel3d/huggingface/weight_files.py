@@ -77,13 +77,16 @@ class WeightFiles:
 
     def _inexact(self) -> str:
         """Return the reason why folding a multiplier would round weights of this type, or ""."""
-        for name, spec in self._specs.items() if self.dtype != torch.float32 else ():
-            if factor := next((f for f in spec.folded if frexp(f)[0] != 0.5), None):
-                return (
-                    f"parallel3d.model.parametrization has the multiplier {factor:.6g}, which is "
-                    f"folded into {name}: it is not a power of two, so {self.dtype} would round "
-                    "the weights again; use --dtype fp32"
-                )
+        if self.dtype == torch.float32:
+            return ""
+        for name, spec in self._specs.items():
+            for factor in spec.folded:
+                if frexp(factor)[0] != 0.5:
+                    return (
+                        f"parallel3d.model.parametrization has the multiplier {factor:.6g}, which "
+                        f"is folded into {name}: it is not a power of two, so {self.dtype} would "
+                        "round the weights again; use --dtype fp32"
+                    )
         return ""
 
     def converted(self, name: str, value: Tensor) -> dict[str, Tensor]:
@@ -118,33 +121,30 @@ class WeightFiles:
     @cached_property
     def headers(self) -> dict[str, bytes]:
         """File -> its safetensors header."""
-        entries = {
-            name: {
-                "dtype": _CODES[self.dtype],
-                "shape": tuple(tensor.shape),
-                "data_offsets": (self._offsets[name], self._offsets[name] + tensor.nbytes),
-            }
-            for name, tensor in self._tensors.items()
-        }
-        return {
-            file: header_bytes(
-                {"__metadata__": {"format": "pt"}, **{name: entries[name] for name in names}}
-            )
-            for file, names in self.files.items()
-        }
+        headers = {}
+        for file, names in self.files.items():
+            entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+            for name in names:
+                tensor = self._tensors[name]
+                begin = self._offsets[name]
+                entries[name] = {
+                    "dtype": _CODES[self.dtype],
+                    "shape": tuple(tensor.shape),
+                    "data_offsets": (begin, begin + tensor.nbytes),
+                }
+            headers[file] = header_bytes(entries)
+        return headers
 
     @cached_property
     def places(self) -> dict[str, TensorPlace]:
         """Name in the files -> place of the tensor."""
-        return {
-            name: TensorPlace(
-                file,
-                len(self.headers[file]) + self._offsets[name],
-                tuple(self._tensors[name].shape),
-            )
-            for file, names in self.files.items()
-            for name in names
-        }
+        places = {}
+        for file, names in self.files.items():
+            data = len(self.headers[file])
+            for name in names:
+                shape = tuple(self._tensors[name].shape)
+                places[name] = TensorPlace(file, data + self._offsets[name], shape)
+        return places
 
     @property
     def num_elements(self) -> int:
@@ -192,7 +192,10 @@ class WeightFiles:
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
         """All tensors of the files on the meta device, by name."""
-        return {n: t for tensors in self._meta.values() for n, t in tensors.items()}
+        by_name: dict[str, Tensor] = {}
+        for tensors in self._meta.values():
+            by_name |= tensors
+        return by_name
 
 
 def _contiguous(value: Tensor) -> Tensor:
@@ -224,7 +227,7 @@ def write_tensor(folder: Path, layout: WeightFiles, name: str, value: Tensor) ->
 
     Several processes may write different tensors into the same folder; the caller syncs the files.
 
-    value: contiguous, on the host, of the layout's type and shape.
+    - `value`: contiguous, on the host, of the layout's type and shape.
     """
     place = layout.places[name]
     assert tuple(value.shape) == place.shape and value.dtype == layout.dtype, name
@@ -339,20 +342,22 @@ def line_after(run: Path, step: int) -> dict[str, Any]:
     return {}
 
 
+def _loss_in_words(loss: object) -> str:
+    return f"{loss:.4f} nats" if isinstance(loss, int | float) else "unknown"
+
+
 def _card(about: About, layout: WeightFiles, settings: Any) -> str:
     config = about.config
-    losses = (about.line.get(key) for key in ("loss", "held_out_loss"))
     parts = config.data.mixture or (config.data,)
     sources = ([p.source, *(p.paths or [p.name, p.subset or ""])] for p in parts)
-    loss, held_out = (f"{x:.4f} nats" if isinstance(x, int | float) else "unknown" for x in losses)
     facts = {
         "parameters": f"{layout.num_elements:,}",
         "type": str(layout.dtype).removeprefix("torch."),
         "steps": f"{about.step:,}",
         "tokens": f"{about.tokens:,}",
         "sequence length": f"{config.data.sequence_length:,}",
-        "training loss of the last step": loss,
-        "held-out loss": held_out,
+        "training loss of the last step": _loss_in_words(about.line.get("loss")),
+        "held-out loss": _loss_in_words(about.line.get("held_out_loss")),
         "data": "; ".join(" ".join(filter(None, names)) for names in sources),
         "tokenizer": config.data.tokenizer if about.tokenizer is not None else "none",
         "versions": ", ".join(f"{name} {version(name)}" for name in _LIBRARIES),

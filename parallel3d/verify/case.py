@@ -4,12 +4,11 @@ Dropout's masks depend on the mesh, so they have no reference. An extra step wit
 the state of the generator each time a mask is drawn.
 """
 
-import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
@@ -18,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -35,9 +33,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model import transformer_cost
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.tensor import loss
-from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.loss import vocab_parallel_loss
 from parallel3d.tensor.norm import LayerNorm, RMSNorm
 from parallel3d.tensor.random_key import RandomKey
@@ -47,9 +43,11 @@ from parallel3d.train.metrics import MetricsWriter
 from parallel3d.train.start import Start
 from parallel3d.train.trainer import Trainer
 from parallel3d.verify import definitions
+from parallel3d.verify.dropout_masks import Masks, share_of_wrong, watched
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import (
     ReferenceErrors,
+    WeightErrors,
     microbatches,
     relative_distance,
     weight_error,
@@ -83,64 +81,6 @@ class CaseTask:
     drops: bool = False  # also run a step with dropout and record its masks
 
 
-@dataclass
-class Masks:
-    """The dropout masks that one rank drew in a step."""
-
-    coords: tuple[int, int]  # dp, tp
-    places: list[str]  # dropout layers on this rank
-    split: list[str]  # places whose activation differs between tp ranks
-    drawn: dict[tuple[str, int], str] = field(default_factory=dict)  # (place, microbatch) -> state
-    redrawn: list[tuple[str, int]] = field(default_factory=list)  # drawn again from another state
-
-
-@contextmanager
-def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -> Iterator[Masks]:
-    """Set dropout in `module` to probability `p` inside the context and record its masks.
-
-    `coords` are the dp and tp coordinates; `split`: activations between layers are cut over tp.
-    """
-    layers = [m for m in module.modules() if isinstance(m, Dropout)]
-    inner = {m.dropout.place for m in module.modules() if isinstance(m, CausalAttention)}
-    places = [layer.place for layer in layers]
-    masks = Masks(coords, places, [place for place in places if split or place in inner])
-    seed = Dropout.seed
-
-    def seed_and_record(layer: Dropout, device: torch.device) -> None:
-        seed(layer, device)
-        if layer.active_p > 0:
-            key = layer.place, layer.key.microbatch
-            state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes()).hexdigest()
-            if masks.drawn.setdefault(key, state) != state:
-                masks.redrawn.append(key)
-
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(patch.object(layer, "p", p))
-        stack.enter_context(patch.object(Dropout, "seed", seed_and_record))
-        yield masks
-
-
-def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
-    """Return the share of masks that are missing, or equal where they must differ, or the reverse.
-
-    Each place, microbatch and dp coordinate has its own mask, and so has each tp coordinate where
-    activations are split. Recomputation must draw the same mask again.
-    """
-    pairs = set[tuple[tuple[object, ...], str]]()  # owners and states
-    wrong = total = 0
-    for masks in ranks:
-        wrong += len(masks.redrawn)
-        total += len(masks.places) * num_microbatches
-        wrong += len(masks.places) * num_microbatches - len(masks.drawn)
-        for (place, microbatch), state in masks.drawn.items():
-            dp, tp = masks.coords
-            pairs.add(((place, microbatch, dp, tp if place in masks.split else 0), state))
-    # Each owner has one state, and each state one owner.
-    wrong += 2 * len(pairs) - len({owner for owner, _ in pairs}) - len({s for _, s in pairs})
-    return wrong / max(1, total)
-
-
 class Reduced(TorchDispatchMode):
     """Record the coarsest type in which collectives add tensors up inside the context."""
 
@@ -162,9 +102,11 @@ class RankFindings:
 
     loss: float
     grad_norm: float
-    weights: dict[str, float]
-    others: dict[str, float]  # more of `ReferenceErrors`, by name
-    counters: dict[str, object]  # Adam's and the loss scaler's after the last step
+    weights: WeightErrors
+    others: dict[str, float]
+    """More of `ReferenceErrors`, by name."""
+    counters: dict[str, object]
+    """Adam's and the loss scaler's after the last step."""
     masks: Masks | None
 
 
@@ -216,10 +158,16 @@ def check(rank: int, config: CompleteConfig, reference: Reference, task: CaseTas
     return findings
 
 
+def _scale_error(y: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the root mean square of the relative errors of rows' scales."""
+    scales = ((y.double() - exact) * exact).mean(-1)
+    return float(scales.square().mean().sqrt())
+
+
 @contextmanager
 def low_thresholds(config: CompleteConfig) -> Iterator[None]:
     """Lower the library's thresholds inside the context, so that a small run takes every path."""
-    logits = 64 * int(config.model.vocab_size)  # of so many tokens at a time
+    logits = 64 * int(config.model.vocab_size)  # 64 tokens at a time
     with ExitStack() as stack:
         for owner, name, value in (*THRESHOLDS, (transformer_cost, "LOGITS_AT_ONCE", logits)):
             stack.enter_context(patch.object(owner, name, value))
@@ -248,8 +196,10 @@ class CaseRun:
         self.mesh = mesh
         self.reference = reference
         self.corpus = corpus_of(config, Path(reference.weights).parent)
-        self.batch: list[Microbatch] = []  # of the last step
-        self.stepped = Event()  # set after the last step
+        self.batch: list[Microbatch] = []
+        """The batch of the last step."""
+        self.stepped = Event()
+        """Set after the last step."""
         self.eps = [0.0]
         self.wrong = [0.0]
         self.masters = [0.0]
@@ -449,11 +399,10 @@ class CaseRun:
             x = x.to(dtype)  # [tokens, features]
             normalise = F.layer_norm if isinstance(norm, LayerNorm) else F.rms_norm
             exact = normalise(x.double(), (NORM_SIZE,), eps=norm.eps)
-            off, rounding = (
-                float(((y.double() - exact) * exact).mean(-1).square().mean().sqrt())
-                for y in (norm(x), exact.to(dtype))
-            )
-            worst_off = max(worst_off, off if off > max(1e-6, 2 * rounding) else 0.0)
+            off = _scale_error(norm(x), exact)
+            rounding = _scale_error(exact.to(dtype), exact)
+            if off > max(1e-6, 2 * rounding):
+                worst_off = max(worst_off, off)
         return worst_off
 
     def _compare_token_losses(self) -> float:

@@ -40,10 +40,14 @@ BATCH = 8
 LENGTH = 32
 ZIPF = 1.5  # the power by which a token's frequency falls with its rank
 _SEEN = (
-    *(ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear),
-    *(CausalAttention, VocabParallelOutput),
+    ColumnParallelLinear,
+    GroupedColumnLinear,
+    RowParallelLinear,
+    CausalAttention,
+    VocabParallelOutput,
 )
-Sums = dict[str, dict[str, tuple[float, int]]]  # layer -> measure -> sum of |x|, elements
+Sums = dict[str, dict[str, tuple[float, int]]]
+"""layer -> measure -> sum of |x|, elements"""
 
 
 def check_coordinates(
@@ -93,7 +97,8 @@ def at_width(config: RunConfig, width: int, steps: int) -> CompleteConfig:
         "num_key_value_heads": _kv_heads(model, heads),
         "head_dim": None,
     }
-    if inner := getattr(model, "moe_intermediate_size", None):
+    inner = getattr(model, "moe_intermediate_size", None)
+    if inner:
         changed["moe_intermediate_size"] = max(1, round(width * inner / model.hidden_size))
     block = raw["parallel3d"]
     block["model"] |= {name: value for name, value in changed.items() if name in block["model"]}
@@ -128,14 +133,10 @@ def _measure_on_rank(rank: int, config: CompleteConfig, seed: int) -> Sums:
         parts.engine.step(config.optimizer.params.lr)
     with _activations(parts) as now:
         parts.evaluator.run(batch)
-    sums = {
-        name: {
-            START: _sum(first[name]),
-            TRAINED: _sum(last),
-            CHANGE: _sum([b - a for a, b in zip(first[name], last, strict=True)]),
-        }
-        for name, last in now.items()
-    }
+    sums = {}
+    for name, last in now.items():
+        changes = [after - before for before, after in zip(first[name], last, strict=True)]
+        sums[name] = {START: _sum(first[name]), TRAINED: _sum(last), CHANGE: _sum(changes)}
     mesh.barrier()
     parts.engine.close()
     return sums
@@ -205,7 +206,7 @@ def _merged(ranks: Sequence[Sums]) -> Sizes:
             for measure, (total, count) in measures.items():
                 there, so_far = merged.setdefault(name, {}).get(measure, (0.0, 0))
                 merged[name][measure] = there + total, so_far + count
-    return {
-        name: {measure: total / count for measure, (total, count) in measures.items()}
-        for name, measures in merged.items()
-    }
+    means: dict[str, dict[str, float]] = {}
+    for name, measures in merged.items():
+        means[name] = {measure: total / count for measure, (total, count) in measures.items()}
+    return means

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
+from itertools import chain
 from math import ceil, cos, inf, lcm, pi, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,8 @@ def learning_rate(config: Any, step: int) -> float:
     if schedule.type == "constant":
         return float(peak)
     if schedule.type == "wsd":
-        start = max(start, total - (schedule.decay_steps or max(1, total // 5)))
+        decay_steps = schedule.decay_steps or max(1, total // 5)
+        start = max(start, total - decay_steps)
     share = max(0, step + 1 - start) / max(1, total - start)
     heights = {"cosine": (1 + cos(pi * share)) / 2, "linear": 1 - share, "wsd": 1 - sqrt(share)}
     low = schedule.min_ratio
@@ -131,7 +133,10 @@ def samples(
         tokens.append([int(i) for i in ids[start : start + length]])
         labels.append([int(i) for i in ids[start + 1 : start + length + 1]])
         after = slice(start + 1, start + length + 1)
-        weights.append([1.0] * length if counts is None else [float(w) for w in counts[after]])
+        if counts is None:
+            weights.append([1.0] * length)
+        else:
+            weights.append([float(weight) for weight in counts[after]])
     return torch.tensor(tokens), torch.tensor(labels), torch.tensor(weights)
 
 
@@ -162,15 +167,22 @@ def balanced(
             min(free, key=lambda hand: sum(sizes[i] for i in hand)).append(item)
         return [sorted(hand) for hand in hands]
 
-    rows = [[row.count(number) for number in set(row)] for row in documents.tolist()]
-    work = [
-        sum(min(i, most) for most in most_keys for n in lengths for i in range(1, n + 1))
-        for lengths in rows
-    ]
+    work = []
+    for row in documents.tolist():
+        pairs = 0
+        for number in set(row):
+            for most in most_keys:
+                pairs += sum(min(token, most) for token in range(1, row.count(number) + 1))
+        work.append(pairs)
     microbatches = dealt(work, len(work) // micro_batch)
     totals = [sum(work[i] for i in own) for own in microbatches]
-    hands = [sorted(hand, key=lambda m: -totals[m]) for hand in dealt(totals, dp)]
-    return [[i for m in hand for i in microbatches[m]] for hand in hands]
+    samples = []
+    for hand in dealt(totals, dp):
+        own: list[int] = []
+        for microbatch in sorted(hand, key=lambda m: -totals[m]):
+            own += microbatches[microbatch]
+        samples.append(own)
+    return samples
 
 
 def widths(model: "ModelConfig") -> tuple[float, float]:
@@ -220,7 +232,8 @@ def optimizer_groups(
     for name, kind in kinds(reference).items():
         if name not in masters:  # a tied copy
             continue
-        eps, decay = (getattr(params, key, 0.0) for key in ("eps", "weight_decay"))
+        eps = getattr(params, "eps", 0.0)
+        decay = getattr(params, "weight_decay", 0.0)
         is_matrix = kind in ("matrix", "residual")
         if transfers is not None:
             eps /= wider * (1 if kind == "table" else deeper)
@@ -267,10 +280,10 @@ def matrices_of(
         if config.optimizer.params.per_head and (
             count == 3 or layer in ("q_proj", "k_proj", "v_proj")
         ):
-            is_few = layer in ("k_proj", "v_proj")
-            count *= (
-                (getattr(config.model, "num_key_value_heads", None) or heads) if is_few else heads
-            )
+            num_matrices = heads
+            if layer in ("k_proj", "v_proj"):
+                num_matrices = getattr(config.model, "num_key_value_heads", None) or heads
+            count *= num_matrices
         is_turned = type(reference.get_submodule(path)).__name__ == "Conv1D"
         by_head = layer == "query_key_value" and count == 3
         functions[name] = partial(_views, is_turned, heads if by_head else 0, count)
@@ -289,10 +302,12 @@ def settings_unlike(reference: "PreTrainedModel", model: "ModelConfig") -> list[
     """Return the settings that a model of transformers has by the same name with another value."""
     own = model.model_dump(mode="json")
     theirs = reference.config
-    same = ((name, value, getattr(theirs, name, value)) for name, value in own.items())
-    return [
-        name for name, value, other in same if value not in (None, other) and name not in _UNLIKE
-    ]
+    unlike = []
+    for name, value in own.items():
+        other = getattr(theirs, name, value)
+        if value not in (None, other) and name not in _UNLIKE:
+            unlike.append(name)
+    return unlike
 
 
 def multiply(reference: Any, model: "ModelConfig", head_size: int) -> None:
@@ -339,7 +354,8 @@ def start_error(reference: "PreTrainedModel", model: "ModelConfig") -> float:
         return 0.0
     depth = getattr(getattr(model, "parametrization", None), "base_depth", None)
     matrix = model.initializer_range / sqrt(widths(model)[0])
-    residual = matrix / sqrt(2 * (depth or model.num_hidden_layers))
+    num_layers = depth or model.num_hidden_layers
+    residual = matrix / sqrt(2 * num_layers)
     stds = {"table": model.initializer_range, "matrix": matrix, "residual": residual}
     named = dict(reference.named_parameters())
     rows = []
@@ -352,11 +368,11 @@ def start_error(reference: "PreTrainedModel", model: "ModelConfig") -> float:
             place = re.sub(r"\d+", "", name)
             values.setdefault(place, []).append(weight.flatten() / stds[kind])
             rows += [tuple(row) for row in weight.flatten(1)[:, :8].tolist()]
-        elif not bool((weight == (kind == "gain")).all()):
+        elif not bool((weight == (1 if kind == "gain" else 0)).all()):
             return inf
     if len(set(rows)) < len(rows):
         return inf
-    every = torch.cat([piece for pieces in values.values() for piece in pieces])
+    every = torch.cat(list(chain.from_iterable(values.values())))
     worst = abs(float(every.pow(4).mean()) - 3) * sqrt(len(every) / 96)
     for pieces in values.values():
         own = torch.cat(pieces)

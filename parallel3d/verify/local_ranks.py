@@ -28,8 +28,14 @@ from parallel3d.mesh.launch import Launch
 
 # Imported by the server once, so that no rank has to.
 PRELOAD = [
-    *("__main__", "torch", "torch.distributed", "torch.distributed.device_mesh"),
-    *("torch.utils.checkpoint", "torch._dynamo", "deepspeed", "deepspeed.ops.adam"),
+    "__main__",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "torch.utils.checkpoint",
+    "torch._dynamo",
+    "deepspeed",
+    "deepspeed.ops.adam",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "parallel3d.verify.case",
     *(f"parallel3d.models.{family}.blocks" for family in models.families()),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -35,26 +35,46 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-1, "fp16": 1e-1}
 class ReferenceErrors:
     """The largest differences between a run and the reference."""
 
-    loss: float  # relative
-    grad_norm: float  # relative
-    weight: float  # see `weight_error`
-    evaluation: float = 0.0  # relative, of the loss in evaluation
-    samples: float = 0.0  # share of tokens that differ from the course's
-    masks: float = 0.0  # share of dropout masks that are wrong, see `share_of_wrong`
-    accumulation: float = 0.0  # eps of the type that gradients are summed in; 0 for fp32
-    counters: float = 0.0  # 1 if counters of the optimizer or loss scaler differ after a resume
-    rates: float = 0.0  # relative, of the learning rates of the config's own schedule
-    start: float = 0.0  # of first weights from the family's rule, in standard errors
-    masters: float = 0.0  # largest share of masters or moments that half precision would hold
-    scale: float = 0.0  # relative, of fp16's loss scale after the last step
-    reduction: float = 0.0  # eps of the type that gradients are averaged in; 0 for fp32
-    turns: float = 0.0  # of rotary positions' cos and sin, beyond one rounding
-    way: float = 0.0  # fp32: see `relative_distance`
-    weights: float = 0.0  # share of a weight's elements that are not their masters, rounded
-    settings: float = 0.0  # how many of the config's settings the reference has otherwise
-    token_losses: float = 0.0  # mean of tokens' losses by rounded logits, in nats
-    norms: float = 0.0  # relative, of the scale of a normalised token, beyond one rounding
-    lines: float = 0.0  # 1 if lines of metrics.jsonl count other steps or tokens
+    loss: float
+    """Relative."""
+    grad_norm: float
+    """Relative."""
+    weight: float
+    """See `weight_error`."""
+    evaluation: float = 0.0
+    """Relative error of the loss in evaluation."""
+    samples: float = 0.0
+    """Share of tokens that differ from the course's."""
+    masks: float = 0.0
+    """Share of dropout masks that are wrong, see `share_of_wrong`."""
+    accumulation: float = 0.0
+    """eps of the type that gradients are summed in; 0 for fp32."""
+    counters: float = 0.0
+    """1 if counters of the optimizer or loss scaler differ after a resume."""
+    rates: float = 0.0
+    """Relative error of the learning rates of the config's own schedule."""
+    start: float = 0.0
+    """Distance of the first weights from the family's rule, in standard errors."""
+    masters: float = 0.0
+    """Largest share of masters or moments that half precision would hold."""
+    scale: float = 0.0
+    """Relative error of fp16's loss scale after the last step."""
+    reduction: float = 0.0
+    """eps of the type that gradients are averaged in; 0 for fp32."""
+    turns: float = 0.0
+    """Error of rotary positions' cos and sin, beyond one rounding."""
+    way: float = 0.0
+    """fp32: see `relative_distance`."""
+    weights: float = 0.0
+    """Share of a weight's elements that are not their masters, rounded."""
+    settings: float = 0.0
+    """How many of the config's settings the reference has otherwise."""
+    token_losses: float = 0.0
+    """Mean error of tokens' losses by rounded logits, in nats."""
+    norms: float = 0.0
+    """Relative error of the scale of a normalised token, beyond one rounding."""
+    lines: float = 0.0
+    """1 if lines of metrics.jsonl count other steps or tokens."""
 
     def within(self, tolerance: float | Mapping[str, float]) -> bool:
         """Return True if no error exceeds its bound; a NaN does."""
@@ -102,7 +122,17 @@ def _compile_operators(rank: int, config: CompleteConfig) -> None:
         load_async_io(mesh, say)
 
 
-def weight_error(config: CompleteConfig, weights: Sequence[dict[str, float]]) -> float:
+class WeightErrors(NamedTuple):
+    """The differences of one rank's weights from the reference's."""
+
+    largest: float
+    """The largest absolute difference."""
+    squared_distance: float
+    squared_way: float
+    """The squared distance between the reference's first and last weights."""
+
+
+def weight_error(config: CompleteConfig, weights: Sequence[WeightErrors]) -> float:
     """Return the error of the weights over all ranks, given `weight_errors` of each.
 
     In fp32 it is the largest absolute difference. In half precision Adam's first steps turn
@@ -110,14 +140,15 @@ def weight_error(config: CompleteConfig, weights: Sequence[dict[str, float]]) ->
     relative to the distance that training moved the reference.
     """
     if config.precision == "fp32":
-        return worst(w["largest"] for w in weights)
+        return worst(errors.largest for errors in weights)
     return relative_distance(weights)
 
 
-def relative_distance(weights: Sequence[dict[str, float]]) -> float:
+def relative_distance(weights: Sequence[WeightErrors]) -> float:
     """Return the distance between the trained weights over the way that the reference went."""
-    off, moved = (sum(w[k] for w in weights) for k in ("squared_distance", "squared_way"))
-    return math.sqrt(off / moved)
+    distance = sum(errors.squared_distance for errors in weights)
+    way = sum(errors.squared_way for errors in weights)
+    return math.sqrt(distance / way)
 
 
 def worst(errors: Iterable[float]) -> float:
@@ -144,29 +175,29 @@ def microbatches(
         return list(x[rows].split(config.micro_batch_size))
 
     segments = None if documents is None else list(map(Segments.of, cut(documents)))
-    if (cp := mesh.context).size > 1:
+    cp = mesh.context
+    if cp.size > 1:
         documents = torch.zeros_like(tokens) if documents is None else documents
         most = models.most_keys(config.model, tokens.shape[-1])
         places = torch.from_numpy(deal(documents.numpy(), cp.size, most))  # [samples, cp, seq / cp]
         dealt = zip(cut(documents), cut(places), strict=True)
         segments = [Segments.of(*both, cp.group) for both in dealt]
-        tokens, labels = (x.gather(1, places[:, cp.coord]) for x in (tokens, labels))
-        weights = None if weights is None else weights.gather(1, places[:, cp.coord])
+        own_places = places[:, cp.coord]
+        tokens = tokens.gather(1, own_places)
+        labels = labels.gather(1, own_places)
+        weights = None if weights is None else weights.gather(1, own_places)
     tensors = {"tokens": tokens, "labels": labels, "weights": weights}
-    fields: dict[str, Iterable[Any]] = {
-        name: [part.to(mesh.device) for part in cut(x)]
-        for name, x in tensors.items()
-        if x is not None
-    }
+    fields: dict[str, Iterable[Any]] = {}
+    for name, x in tensors.items():
+        if x is not None:
+            fields[name] = [part.to(mesh.device) for part in cut(x)]
     if segments is not None:
         fields["segments"] = [own.on(mesh.device) for own in segments]
     each = zip(*fields.values(), strict=True)
     return [Microbatch(**dict(zip(fields, own, strict=True))) for own in each]
 
 
-def weight_errors(
-    parts: Assembly, config: CompleteConfig, reference: Reference
-) -> dict[str, float]:
+def weight_errors(parts: Assembly, config: CompleteConfig, reference: Reference) -> WeightErrors:
     """Compare this rank's weights with the reference's: differences, and how far those moved."""
     largest = 0.0
     squared_distance = 0.0
@@ -177,9 +208,10 @@ def weight_errors(
         for held in parts.engine.held:
             name = originals.get(held.name, held.name)
             cut = held.cut
-            expected, start = (cut.part_of(each.get_tensor(name)) for each in (file, first))
+            expected = cut.part_of(file.get_tensor(name))
+            start = cut.part_of(first.get_tensor(name))
             difference = parts.engine.full_parameter(held).cpu() - expected
             largest = worst([largest, float(difference.abs().max())])
             squared_distance += float(difference.square().sum())
             squared_way += float((expected - start).square().sum())
-    return {"largest": largest, "squared_distance": squared_distance, "squared_way": squared_way}
+    return WeightErrors(largest, squared_distance, squared_way)

@@ -43,8 +43,10 @@ MARGIN = 4.0
 FLOORS = {"loss": 1 / 64, "grad_norm": 1 / 8, "weight": 1 / 8, "evaluation": 1 / 64}
 TEXT_SEED = 7
 HELD_OUT_SEED = 8
-ORDER_SEED = 20  # of held-out samples, in every run
-_SCALE = 2.0**8  # of the loss in fp16
+ORDER_SEED = 20
+"""The seed of the order of held-out samples, in every run."""
+_SCALE = 2.0**8
+"""The scale of the loss in fp16."""
 FIRST = "first.safetensors"  # weights before the first step, beside those after the last
 _NEVER_CLIPPED = 1e9
 LOUD_STEP = 1
@@ -86,7 +88,7 @@ def text_of(
     shares = definitions.shares_of([weight_changes(part)[0][1] for part in parts])
     generator = np.random.default_rng(seed)
     streams = list[definitions.Stream]()
-    more = int(seed != TEXT_SEED)  # no sample is evaluated twice
+    more = 0 if seed == TEXT_SEED else 1  # no sample is evaluated twice
     for part, share in zip(parts, shares, strict=True):
         count = max(1, (5 * size * share) // (2 * sum(shares)) + more)
         tokens = generator.integers(max(0, end - 512), end, size=count * length + 1, dtype=np.int64)
@@ -115,7 +117,9 @@ def corpus_of(config: CompleteConfig, folder: Path) -> Corpus:
             TokenStream(tokens, _bounds_of(tokens, config), weights)  # type: ignore[arg-type]
             for tokens, weights in streams
         )
-        return parts[0] if len(parts) == 1 else Mixture(parts, tuple(map(float, shares)))
+        if len(parts) == 1:
+            return parts[0]
+        return Mixture(parts, tuple(map(float, shares)))
 
     return Corpus(
         directory=folder,
@@ -164,16 +168,25 @@ class Reference:
     """The results of the reference on its course."""
 
     losses: list[float]
-    grad_norms: list[float]  # before clipping
-    weights: str  # file of the weights after the last step
-    evaluation: float  # the trained model's loss on the course's held-out samples
+    grad_norms: list[float]
+    """Before clipping."""
+    weights: str
+    """File of the weights after the last step."""
+    evaluation: float
+    """The trained model's loss on the course's held-out samples."""
     course: Course
-    start: float = 0.0  # see `definitions.start_error`
-    settings: int = 0  # how many are not the config's, see `definitions.settings_unlike`
-    schedule: CompleteConfig | None = None  # the learning-rate schedule of the user's config
-    rates: tuple[float, ...] = ()  # its learning rates, from the first step on
-    tolerances: Mapping[str, float] = field(default_factory=dict)  # see `tolerances_of`
-    turns: Tensor | None = None  # cos and sin of rotary positions, [2, seq, size], or None
+    start: float = 0.0
+    """See `definitions.start_error`."""
+    settings: int = 0
+    """How many are not the config's, see `definitions.settings_unlike`."""
+    schedule: CompleteConfig | None = None
+    """The learning-rate schedule of the user's config."""
+    rates: tuple[float, ...] = ()
+    """The learning rates of `schedule`, from the first step on."""
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    """See `tolerances_of`."""
+    turns: Tensor | None = None
+    """cos and sin of rotary positions, [2, seq, size], or None."""
 
 
 def first_weights(config: CompleteConfig) -> dict[str, Tensor]:
@@ -197,7 +210,8 @@ def train_reference(
 
     Raises ConfigError for a family without a transformers model, or with side losses.
     """
-    if names := sorted({name for o in models.layers(config.model) for name in o.side_losses}):
+    names = sorted({name for layer in models.layers(config.model) for name in layer.side_losses})
+    if names:
         raise ConfigError(
             f"parallel3d.model.family = {config.model.family!r}: adds the side losses "
             f"{', '.join(names)} to the loss, which verify's reference does not compute; compare "
@@ -353,7 +367,8 @@ def train_model(
 ) -> Reference:
     """Train a model of transformers in plain PyTorch and save its weights under our names."""
     start = definitions.start_error(model, config.model)
-    masters = named = dict(model.named_parameters())
+    named = dict(model.named_parameters())
+    masters = named
     if config.precision in HALF:
         masters = {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
     scale = _SCALE if config.precision == "fp16" else 1.0
@@ -416,7 +431,10 @@ def _add_to_masters(
         master = masters[name]
         gradient = parameter.grad
         if master is not parameter and gradient is not None:
-            master.grad = gradient.float() / scale + (0 if master.grad is None else master.grad)
+            added = gradient.float() / scale
+            if master.grad is not None:
+                added = added + master.grad
+            master.grad = added
             parameter.grad = None
 
 

@@ -223,7 +223,10 @@ def _small_model(
         queries = model.num_attention_heads // kv_heads
         # As few key/value heads as possible: fewer than tp ranks breaks most often.
         counts = (n for n in range(min(2, kv_heads), 2 * widest + 1) if n * queries % widest == 0)
-        kv_heads = next(n for n in counts if all(n % tp == 0 or tp % n == 0 for tp in tp_sizes))
+        for count in counts:
+            if all(count % tp == 0 or tp % count == 0 for tp in tp_sizes):
+                kv_heads = count
+                break
         heads = kv_heads * queries
     small: dict[str, object] = {
         "hidden_size": heads * HEAD_SIZE,

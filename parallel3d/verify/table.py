@@ -135,7 +135,10 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (True, "export", "tests/huggingface/test_export.py"),
         (True, "kernels of a GPU", "tests/gpu/test_numbers.py"),
     )
-    listed = [Feature(n, ELSEWHERE if test else PROVED, test) for has, n, test in rows if has]
+    listed = []
+    for is_used, name, test in rows:
+        if is_used:
+            listed.append(Feature(name, ELSEWHERE if test else PROVED, test))
     size = f"the model's own width, and samples of more than {LONG.sequence_length} tokens"
     return *listed, Feature(size, NOT_PROVED)
 
@@ -146,7 +149,8 @@ def summary(config: RunConfig) -> str:
     lines = [f"{PROVED}: " + "; ".join(f.name for f in listed if f.state == PROVED)]
     for name, state, test in listed:
         if state != PROVED:
-            lines.append(f"{state}: {name}" + (f" ({test})" if test else ""))
+            where = f" ({test})" if test else ""
+            lines.append(f"{state}: {name}{where}")
     return "\n".join(lines)
 
 
@@ -165,7 +169,8 @@ def verify(
     torch.set_num_threads(1)  # more threads slow such small products down
     runnable = []
     for mesh in meshes:
-        if reason := why_not(config, mesh):
+        reason = why_not(config, mesh)
+        if reason:
             if chosen:
                 raise ConfigError(f"mesh {mesh}: {reason}")
             console.print(f"{mesh!s:<16}not run: {reason}")
@@ -190,7 +195,9 @@ def verify(
     drops = drops_out(config)
     tolerance = max(reference.tolerances.values(), default=TOLERANCE[config.precision])
     saved, resumed = resuming_pair(runnable)
-    tasks = [(mesh, CaseTask(folder if mesh == saved else None, None, drops)) for mesh in runnable]
+    tasks = []
+    for mesh in runnable:
+        tasks.append((mesh, CaseTask(folder if mesh == saved else None, None, drops)))
     tasks.append((resumed, CaseTask(resumes=folder)))
     tasks.append((min(runnable, key=lambda mesh: (mesh.tp == 1, mesh.ranks)), LONG_TASK))
     cases: list[dict[str, object]] = []

@@ -39,7 +39,7 @@ def errors_of(config, reference, **task):
     size = config.mesh.pp * config.mesh.dp * config.mesh.tp
     reference = replace(reference, schedule=None)
     ranks = run_locally(on_rank, size, config.to_dict(), size, reference, CaseTask(**task))
-    return max(worst((r.loss, r.grad_norm, r.weights["largest"])) for r in ranks)
+    return max(worst((r.loss, r.grad_norm, r.weights.largest)) for r in ranks)
 
 
 def test_optimizer_of_the_page_trains_like_pytorch_and_resumes(tmp_path):
