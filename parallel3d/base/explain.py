@@ -76,10 +76,15 @@ def _settings_of_section(section: type[Section], prefix: str) -> Iterator[Settin
         if inner is None or origin in (Union, UnionType, Mapping):
             yield SettingDoc(path, kind, default, doc)
         if inner is not None:
-            each = "[]" if origin is tuple else ".NAME" if origin is Mapping else ""
+            each = ""
+            if origin is tuple:
+                each = "[]"
+            elif origin is Mapping:
+                each = ".NAME"
             for setting in settings(inner, path + each):
                 same = section.model_fields.get(setting.path.rpartition(".")[2])
-                if not (each and same and _doc(same) == setting.doc):  # of a common base
+                is_of_common_base = each and same and _doc(same) == setting.doc
+                if not is_of_common_base:
                     yield setting
 
 

@@ -149,7 +149,7 @@ def _load(text: str, source: str) -> object:
     try:
         return json.loads(clean, object_pairs_hook=unique, parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
-        line = text.split("\n")[error.lineno - 1].strip()  # as json counts lines
+        line = text.split("\n")[error.lineno - 1].strip()  # json counts lines from 1
         line = line if len(line) <= 80 else f"{line[:76]} ..."
         shown = repr(line) if error.pos < len(clean.rstrip()) else "the text ends there"
         raise ConfigError(

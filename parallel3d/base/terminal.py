@@ -13,7 +13,7 @@ from rich.text import Text
 
 PIPED = 132  # width without a terminal and without COLUMNS
 _GAP = "  "  # between two columns
-_INDENT = 4  # of a row's further lines
+_INDENT = 4  # before a row's further lines
 _LEAST = 20  # smallest width that a text is wrapped to
 
 Cell = str | Text
@@ -101,7 +101,8 @@ def _lines(columns: Sequence[Column], widths: list[int], width: int) -> list[lis
     lines: list[list[int]] = []
     for i in sorted(everything, key=lambda i: columns[i].line):
         new = not lines or columns[i].line != columns[lines[-1][-1]].line
-        if new or not fits([*lines[-1], i], width - _INDENT * (len(lines) > 1)):
+        indent = _INDENT if len(lines) > 1 else 0
+        if new or not fits([*lines[-1], i], width - indent):
             lines.append([])
         lines[-1].append(i)
     return lines

@@ -85,7 +85,8 @@ def batch_sizes(
     """
     if batch is None:
         assert micro is not None, "the checks require a batch or a micro batch size"
-        return micro * (accumulation or 1) * dp, micro, accumulation or 1
+        accumulation = accumulation or 1
+        return micro * accumulation * dp, micro, accumulation
     if micro is None:
         accumulation = accumulation or 1
         micro = _share(batch, accumulation * dp, f"{ACCUMULATION}={accumulation} x dp={dp}")

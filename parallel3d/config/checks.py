@@ -18,8 +18,7 @@ _signature = cache(signature)  # the planner checks thousands of meshes
 def find_problems(settings: Mapping[str, object]) -> list[Problem]:
     """Return a problem for each rule that the settings break.
 
-    Args:
-        settings: valid settings of both blocks by name, such as "mesh" and "bf16".
+    - `settings`: valid settings of both blocks by name, such as "mesh" and "bf16".
     """
     problems: list[Problem] = []
     settings = {**settings, "is_planned": settings.get("mesh") == PLAN}

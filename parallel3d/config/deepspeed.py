@@ -14,7 +14,7 @@ from parallel3d.model import optimizers
 
 # Shown in the message where the block is missing, so that it can be pasted.
 EXAMPLE = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
-DEFAULT_LR = 1e-3  # of DeepSpeed's Adam, for files without an optimizer
+DEFAULT_LR = 1e-3  # DeepSpeed's Adam has it, for files without an optimizer
 
 # As `OptimizerConfig.type` spells them; in DeepSpeed, "Adam" decouples weight decay, too.
 _ADAMW = {"adamw": "AdamW", "adam": "Adam", "fusedadam": "Adam"}
@@ -159,9 +159,8 @@ class AioConfig(Section):
 def describe_offload(optimizer: str, param: str) -> str:
     """Return what is offloaded to which device, for people; "none" if nothing is.
 
-    Args:
-        optimizer: offload_optimizer.device.
-        param: offload_param.device.
+    - `optimizer`: offload_optimizer.device.
+    - `param`: offload_param.device.
     """
     places = {"optimizer": optimizer, "parameters": param}
     return ", ".join(f"{k} on {v}" for k, v in places.items() if v != "none") or "none"

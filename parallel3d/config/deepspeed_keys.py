@@ -51,9 +51,19 @@ _TIMERS = (
     *({"enabled": e, "synchronized": s} for e in (True, False) for s in (True, False)),
 )
 _ONE_BIT_PARAMS = (
-    *("freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler"),
-    *("local_step_scaler", "local_step_clipper", "max_coeff", "min_coeff", "coeff_beta"),
-    *("factor_max", "factor_min", "factor_threshold"),
+    "freeze_step",
+    "cuda_aware",
+    "comm_backend_name",
+    "var_freeze_step",
+    "var_update_scaler",
+    "local_step_scaler",
+    "local_step_clipper",
+    "max_coeff",
+    "min_coeff",
+    "coeff_beta",
+    "factor_max",
+    "factor_min",
+    "factor_threshold",
 )
 _LOG_LEVELS = (None, "debug", "info", "warning", "error", "critical")
 _RECOMPUTE = "parallel3d.pipeline.activation_checkpointing"

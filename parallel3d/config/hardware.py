@@ -197,8 +197,7 @@ def _files() -> dict[str, Path]:
 def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
     """Return the hardware with a name or alias, in any case, or at a path that ends in .json.
 
-    Args:
-        place: the setting or option that has the name, for the message.
+    - `place`: the setting or option that has the name, for the message.
 
     Raises ConfigError if there is no such description.
     """

@@ -24,8 +24,15 @@ _DOWNLOAD = "download it on a machine with network access, and use that folder"
 _SAMPLE = 2**16  # bytes at each end of a weight file that its digest reads
 # Files on the hub that a config needs; weights are fetched when they are loaded.
 SETTINGS = (
-    *("config.json", "generation_config.json", "*tokenizer*", "*.model", "merges.txt"),
-    *("vocab.*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    "config.json",
+    "generation_config.json",
+    "*tokenizer*",
+    "*.model",
+    "merges.txt",
+    "vocab.*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
 )
 _SHARD = re.compile(r"[^/\\\x00-\x1f]{1,240}\.safetensors")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -34,10 +41,9 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 def fill(raw: dict[str, object], replaced: Mapping[str, object] | None = None) -> list[str]:
     """Complete the "model" block of a ds.json in place if it names a folder; return notes.
 
-    Args:
-        raw: the object of the ds.json.
-        replaced: a "model" block that this one replaces; settings that a config.json does not fix
-            are taken over from it.
+    - `raw`: the object of the ds.json.
+    - `replaced`: a "model" block that this one replaces; settings that a config.json does not fix
+      are taken over from it.
 
     Raises ConfigError if the folder does not exist, no family fits its model, or settings
     contradict its config.json.
@@ -71,9 +77,8 @@ def read_config(folder: Path) -> dict[str, object]:
 def derive_model_block(folder: Path, config: Mapping[str, object]) -> dict[str, Any]:
     """Return the "model" block for a folder's config.json; raises Problems that name its fields.
 
-    Args:
-        folder: where the config.json is, for messages.
-        config: the object in it.
+    - `folder`: where the config.json is, for messages.
+    - `config`: the object in it.
     """
     path = folder / "config.json"
     try:

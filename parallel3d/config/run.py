@@ -17,23 +17,39 @@ from parallel3d.config.run_settings import RunSettings
 
 # Settings of output, stopping and speed, which do not affect what is trained.
 _NOT_TRAINED = (
-    *("steps_per_print", "wall_clock_breakdown", "flops_profiler", "comms_logger", "aio"),
-    *("tensorboard", "csv_monitor", "wandb", "comet"),
-    *(f"zero_optimization.offload_{state}.nvme_path" for state in ("optimizer", "param")),
-    *("parallel3d.run", "parallel3d.checkpoint"),
-    *("parallel3d.mesh.fallbacks", "parallel3d.pipeline.weights"),
-    *(
-        f"parallel3d.data.{name}"
-        for name in ("cache", "max_line_bytes", "workers", "read_ahead", "stream_cache_bytes")
-    ),
-    *(
-        f"parallel3d.train.{name}"
-        for name in ("stop_after", "timeout_seconds", "profile", "digest_every", "check_bits")
-    ),
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "flops_profiler",
+    "comms_logger",
+    "aio",
+    "tensorboard",
+    "csv_monitor",
+    "wandb",
+    "comet",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_param.nvme_path",
+    "parallel3d.run",
+    "parallel3d.checkpoint",
+    "parallel3d.mesh.fallbacks",
+    "parallel3d.pipeline.weights",
+    "parallel3d.data.cache",
+    "parallel3d.data.max_line_bytes",
+    "parallel3d.data.workers",
+    "parallel3d.data.read_ahead",
+    "parallel3d.data.stream_cache_bytes",
+    "parallel3d.train.stop_after",
+    "parallel3d.train.timeout_seconds",
+    "parallel3d.train.profile",
+    "parallel3d.train.digest_every",
+    "parallel3d.train.check_bits",
 )
 PLACEMENT_SETTINGS = (
-    *("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-    *("parallel3d.mesh", "parallel3d.plan", "parallel3d.pipeline"),
+    "zero_optimization",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "parallel3d.mesh",
+    "parallel3d.plan",
+    "parallel3d.pipeline",
 )
 """Settings that place a run on devices and offload it; they change results by rounding only. The
 global batch, train_batch_size, is not among them."""
@@ -160,7 +176,8 @@ class RunConfig(RunSettings):
         path = "parallel3d.mesh.fallbacks"
         if mesh == PLAN or not mesh.fallbacks:
             return self
-        self.resolve(mesh.sizes.ranks)  # its problems are not those of a fallback
+        # Problems of the config's own mesh are not those of a fallback.
+        self.resolve(mesh.sizes.ranks)
         problems: list[Problem] = []
         for sizes in map(MeshSizes.parse, mesh.fallbacks):
             try:

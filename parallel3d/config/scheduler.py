@@ -105,9 +105,8 @@ class WarmupCosineLRParams(Warmup):
 def _schedule(name: str, params: type[Section], default: object = ...) -> type[Section]:
     """Return the section class of a DeepSpeed schedule.
 
-    Args:
-        params: class of the schedule's parameters.
-        default: their default; `...` if some are required.
+    - `params`: class of the schedule's parameters.
+    - `default`: their default; `...` if some are required.
     """
     literal: Any = Literal[name]
     return create_model(

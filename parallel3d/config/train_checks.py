@@ -266,12 +266,14 @@ def check_lr_schedule(train: TrainConfig, data: DataConfig) -> Iterator[Problem]
     warmup = schedule.warmup_steps
     steps = arithmetic.lr_steps(train, data)
     is_read = schedule.type == "wsd"
-    rest = (steps or 0) - warmup
     if decay and not is_read:
         yield Problem(
             path, decay, f'is not read by type "{schedule.type}"', 'remove it, or use type "wsd"'
         )
-    if decay and is_read and steps is not None and decay > rest:
+    if steps is None:
+        return
+    rest = steps - warmup
+    if decay and is_read and decay > rest:
         yield Problem(
             path,
             decay,

@@ -36,7 +36,7 @@ def test_they_owe_the_library_nothing():
     tree.body = [node for node in tree.body if node not in for_types]
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert imports and not any("parallel3d" in ast.unparse(node) for node in imports)
-    assert sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) <= 250
+    assert sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) <= 300
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)

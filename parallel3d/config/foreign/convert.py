@@ -56,8 +56,7 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
     The config is not checked: `RunConfig.from_dict` does that. Raises ConfigError if a file is none
     of nanotron, GPT-NeoX or Megatron-LM.
 
-    Args:
-        paths: one file, or several YAML files of GPT-NeoX, which belong together.
+    - `paths`: one file, or several YAML files of GPT-NeoX, which belong together.
     """
     framework, settings = _read(paths)
     if not settings.keys() & framework.TABLE.keys():
@@ -181,7 +180,8 @@ def _add_data(values: dict[str, Any], token_format: str) -> Iterator[Row]:
     files = values.get("@files", [])
     source = f"{_DATA}.source"
     if len(files) > 1:
-        values[source], weights = "mixture", values.get("@weights") or [1] * len(files)
+        values[source] = "mixture"
+        weights = values.get("@weights") or [1] * len(files)
         values[f"{_DATA}.mixture"] = [
             {"source": token_format, "paths": [file], "weight": weight}
             for file, weight in zip_longest(files, weights, fillvalue=1)

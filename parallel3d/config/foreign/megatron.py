@@ -268,7 +268,7 @@ def arguments(text: str) -> dict[str, object]:
     """
     values: dict[str, object] = {}
     variables: dict[str, str] = {}
-    depth = 0  # of branches
+    depth = 0  # how many branches are open
     text = re.sub(r"(?m)(^|\s)#.*$", "", text)  # comments
     for line in re.sub(r"\\\n", " ", text).split("\n"):
         words = _expanded(line, variables)
@@ -278,8 +278,12 @@ def arguments(text: str) -> dict[str, object]:
         if assignment and not depth and "--" not in line:
             variables[assignment[1]] = assignment[2].strip()
         for flag, rest in re.findall(_ARGUMENT, words):
-            found = [reader.value(re.sub(r"^\.(?=\d)", "0.", word)) for word in rest.split()]
-            value = found if len(found) > 1 else found[0] if found else True
+            words_read = [reader.value(re.sub(r"^\.(?=\d)", "0.", word)) for word in rest.split()]
+            value: object = words_read
+            if not words_read:
+                value = True
+            elif len(words_read) == 1:
+                value = words_read[0]
             if depth or re.search(r"[$`<]", rest):  # also a place to fill in: <PATH TO DATA>
                 value = Unread("in a branch" if depth else rest)
             if not depth or flag.replace("_", "-") not in values:  # a branch changes no argument

@@ -30,19 +30,23 @@ class Row(NamedTuple):
         return f"{self.setting} = {json.dumps(self.value, default=str):.60}{path}{why}"
 
 
+def _as_it_is(value: object) -> object:
+    return value
+
+
 class Rule(NamedTuple):
     """How to carry one setting over.
 
-    - path: our setting, or "setting@name" for a value that `convert` reads by its name; "" if we
+    - `path`: our setting, or "setting@name" for a value that `convert` reads by its name; "" if we
       have none.
-    - read: translates the value; a dictionary lists all values that have a counterpart.
-    - plain: values that need no setting here.
-    - why: the reason for `verdict`.
-    - verdict: of values that are neither plain nor translated.
+    - `read`: translates the value; a dictionary lists all values that have a counterpart.
+    - `plain`: values that need no setting here.
+    - `why`: the reason for `verdict`.
+    - `verdict`: of values that are neither plain nor translated.
     """
 
     path: str = ""
-    read: Callable[[Any], object] | dict[object, object] = lambda value: value
+    read: Callable[[Any], object] | dict[object, object] = _as_it_is
     plain: tuple[object, ...] = ()
     why: str = "this value has no counterpart"
     verdict: Verdict = "DIFFERS"
@@ -55,9 +59,8 @@ class Rule(NamedTuple):
     def apply(self, setting: str, value: object, found: Verdict, values: dict[str, object]) -> Row:
         """Return the row of a value, and add its translation, if there is one, to `values`.
 
-        Args:
-            found: the verdict in that case, "taken" or "assumed".
-            values: translated values by our setting, or by "@name".
+        - `found`: the verdict in that case, "taken" or "assumed".
+        - `values`: translated values by our setting, or by "@name".
         """
         if value is None or value in self.plain:
             return Row(
