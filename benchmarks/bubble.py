@@ -121,12 +121,12 @@ def main() -> int:
     parser.add_argument("--milliseconds", type=float, default=100)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = [
-        found
-        for pp in args.pp
-        for name in names()
-        if (found := row(name, pp, args.microbatches, args.milliseconds / 1e3))
-    ]
+    rows = []
+    for pp in args.pp:
+        for name in names():
+            measured = row(name, pp, args.microbatches, args.milliseconds / 1e3)
+            if measured:
+                rows.append(measured)
     if args.json:
         print(json.dumps({"rows": rows}))
     else:

@@ -94,7 +94,9 @@ def stage_bounds(stages: int) -> list[tuple[int, int]]:
     at = 0
     bounds = []
     for index in range(stages):
-        size = count // stages + (index < count % stages)
+        size = count // stages
+        if index < count % stages:
+            size += 1
         bounds.append((at, at + size))
         at += size
     return bounds

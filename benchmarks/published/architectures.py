@@ -93,7 +93,8 @@ def squared_relu(model: Architecture) -> Architecture:
 
     Our gpt family has no grouped queries; two MLP matrices become three of two thirds the width.
     """
-    ffn = model.ffn or 4 * (model.hidden or 0)
+    hidden = model.hidden or 0
+    ffn = model.ffn or 4 * hidden
     return replace(model, family="llama", ffn=2 * ffn // 3)
 
 

@@ -106,28 +106,38 @@ def validate_memory(table: Path | str | Sequence[PublishedRun]) -> dict[str, Any
     table cannot be read.
     """
     rows = published.read(table)[0] if isinstance(table, (Path, str)) else table
-    found = [compared for row in rows if (compared := compare(row)) is not None]
-    shares = {group: _best(found, group) for group in sorted({c.row.group for c in found})}
-    errors = [(c.row, c.error(shares[c.row.group])) for c in found]
-    judged = [(row, said) for row in rows if (said := fits(row)) is not None]
+    compared: list[Compared] = []
+    said_to_fit: list[PublishedRun] = []
+    said_not_to_fit: list[PublishedRun] = []
+    for row in rows:
+        memory = compare(row)
+        if memory is not None:
+            compared.append(memory)
+        is_said_to_fit = fits(row)
+        if is_said_to_fit is True:
+            said_to_fit.append(row)
+        elif is_said_to_fit is False:
+            said_not_to_fit.append(row)
+    groups = sorted({c.row.group for c in compared})
+    shares = {group: _best_share(compared, group) for group in groups}
+    errors = [(c.row, c.error(shares[c.row.group])) for c in compared]
+    judged = [*said_to_fit, *said_not_to_fit]
     sources: dict[str, list[float]] = defaultdict(list)
     for row, error in errors:
         sources[row.source].append(error)
     return _summary([error for _, error in errors]) | {
-        "out_of_memory_rows": sum(row.out_of_memory for row, _ in judged),
-        "said_to_fit": [row.line for row, said in judged if row.out_of_memory and said],
-        "ran_rows": sum(not row.out_of_memory for row, _ in judged),
-        "ran_but_said_not_to_fit": [
-            row.line for row, said in judged if not row.out_of_memory and not said
-        ],
+        "out_of_memory_rows": sum(row.out_of_memory for row in judged),
+        "said_to_fit": [row.line for row in said_to_fit if row.out_of_memory],
+        "ran_rows": sum(not row.out_of_memory for row in judged),
+        "ran_but_said_not_to_fit": [row.line for row in said_not_to_fit if not row.out_of_memory],
         "allocator": {"used": ALLOCATOR} | shares,
         "sources": {source: _summary(of_source) for source, of_source in sources.items()},
     }
 
 
-def _best(found: Sequence[Compared], without: str) -> float:
-    """The allocator's share, in percents, of least mean error over the groups but one."""
-    others = [c for c in found if c.row.group != without]
+def _best_share(compared: Sequence[Compared], without: str) -> float:
+    """Return the allocator's share with the least mean error over the groups but one."""
+    others = [c for c in compared if c.row.group != without]
     if not others:
         return ALLOCATOR
     shares = [percent / 100 for percent in range(41)]

@@ -21,21 +21,25 @@ PLACEMENTS = 20_000_000  # stages x layers squared: what balancing the stages se
 
 @dataclass(frozen=True)
 class PublishedSetting(Setting):
-    """One way in which another program ran one model, with features that this engine lacks.
-
-    `sharding_ranks`: ranks that share ZeRO's state; 0 for all.
-    `recomputed_share`: the part that is recomputed of what
-    `recompute` recomputes.
-    """
+    """One way in which another program ran one model, with features that this engine lacks."""
 
     _: KW_ONLY
     recomputed_share: float = 1.0
+    """The share of what `recompute` names that is recomputed."""
     sharding_ranks: int = 0
+    """Ranks that share ZeRO's state; 0 for all."""
 
     @property
     def shards(self) -> int:
         """Number of ranks that share ZeRO's state."""
         return self.sharding_ranks or self.dp * self.cp
+
+
+def _schedule_of(pp: int, virtual: int) -> str:
+    """Return the schedule that programs run with so many pipeline ranks, and stages on each."""
+    if pp == 1:
+        return "gpipe"
+    return "interleaved" if virtual > 1 else "one_f_one_b"
 
 
 def setting_of(
@@ -81,7 +85,7 @@ def setting_of(
         cp=cp,
         ep=ep,
         sequence_parallel=tp > 1 and cuts_sequence(program),
-        schedule="interleaved" if virtual > 1 and pp > 1 else "one_f_one_b" if pp > 1 else "gpipe",
+        schedule=_schedule_of(pp, virtual),
         stages_per_rank=virtual,
         recompute=recompute,
         recomputed_share=share,

@@ -191,6 +191,6 @@ def _text(key: str, value: Any) -> str:
         return "-"
     if not isinstance(value, float):
         return f"{value:,}"
-    return (
-        f"{value:.2f}" if key in _PLAIN else f"{value:+.1%}" if key in _SIGNED else f"{value:.1%}"
-    )
+    if key in _PLAIN:
+        return f"{value:.2f}"
+    return f"{value:+.1%}" if key in _SIGNED else f"{value:.1%}"
