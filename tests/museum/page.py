@@ -24,6 +24,9 @@ The exit code is 1 if one is missed. A bug is in every process, so the reference
 calls the library. `--json` prints `{"passed", "kinds": {kind: {"seen", "total"}}, "exhibits"}`,
 with `{"name", "seen", "by", "relative_size", "seconds", "curve_shows"}` for each exhibit.
 
+`pytest tests/museum` plants one exhibit for each comparison, the one that it saw in the shortest
+time; `pytest -m slow tests/museum` plants the others and looks for false alarms.
+
 """
 _HOW = """
 ## What a loss curve shows
