@@ -87,14 +87,15 @@ def end_this_process(text: str) -> None:
 class Lock:
     """A lock file at `path`; its folder must exist.
 
-    `about` is the purpose and `jobs` are the jobs that the file stores. If another process believes
-    that this one is dead and takes over the lock, this process ends.
+    `about` is the purpose and `jobs` are the jobs that the file stores. `this_process` is what the
+    file says while this process holds the lock. If another process believes that this one is dead
+    and takes over the lock, this process ends.
     """
 
     def __init__(self, path: Path, *, about: str = "", jobs: tuple[Job, ...] = ()) -> None:
         self.path = path.absolute()
         self._jobs = jobs
-        self._mine = Holder(
+        self.this_process = Holder(
             token=uuid4().hex,
             host=socket.gethostname(),
             place=place_of_this_process(),
@@ -159,14 +160,14 @@ class Lock:
         self._heart = None
         with suppress(OSError):
             holder = read(self.path)
-            if holder and holder.token == self._mine.token:
+            if holder and holder.token == self.this_process.token:
                 self.path.unlink()
 
     def _create(self, path: Path) -> bool:
         """Create a file that names this process; return False if the file exists."""
         try:
             with open(path, "x") as file:
-                file.write(self._mine.model_dump_json())
+                file.write(self.this_process.model_dump_json())
         except FileExistsError:
             return False
         return True
@@ -204,7 +205,7 @@ class Lock:
         return holder.token
 
     def _beat(self) -> None:
-        own = self._mine
+        own = self.this_process
         number = 0
         while not self._ended.wait(BEAT):
             number += 1

@@ -78,6 +78,7 @@ class Engine:
     - `stages`: a module; `stages(stage, *inputs)` runs one stage. If gradients are reduced inside
       a backward, it also gets the callback `on_input_grad` (`Reduction.on_input_grad`).
     - `held`: the stages' parameters and their global names.
+    - `deepspeed`: DeepSpeed's engine of the stages; its optimizer holds masters and states.
     - `owners`: pipeline coordinates of the first and the last stage, whose weights may be tied.
     - `layers`: the layers of each stage, by which `gather`, `release` and `reduce` work. None means
       that there is only stage 0.
@@ -141,7 +142,7 @@ class Engine:
         if is_sharded and not settings.shards_parameters:
             sharding = experts.sharded_by_zero12(self._module.parameters(), mesh)
         with sharding:
-            self._deepspeed, *_ = deepspeed.initialize(
+            self.deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
                 optimizer=optimizer,
                 config=settings.deepspeed_config(shards.size, sum(h.elements for h in self.held)),
@@ -151,28 +152,28 @@ class Engine:
         self._check_groups()
         if file.WHOLE_MATRICES:
             self._find_matrices(optimizer)
-        updating.share_with_weights(self._deepspeed.optimizer)
-        streams.prioritize_reductions(self._deepspeed.optimizer)
+        updating.share_with_weights(self.deepspeed.optimizer)
+        streams.prioritize_reductions(self.deepspeed.optimizer)
         if settings.shards_parameters:
-            streams.keep_gradients_until_reduced(self._deepspeed.optimizer)
-            experts.add_norms_of_owners(self._deepspeed.optimizer, mesh)
+            streams.keep_gradients_until_reduced(self.deepspeed.optimizer)
+            experts.add_norms_of_owners(self.deepspeed.optimizer, mesh)
         if settings.overlap_update and device == "cpu":
-            updating.copy_weights_in_parts(self._deepspeed.optimizer, mesh.device)
-        self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)
+            updating.copy_weights_in_parts(self.deepspeed.optimizer, mesh.device)
+        self._finish_scale = fp16.grow_scale_after_step(self.deepspeed.optimizer)
         self._counters = core.ReleaseCounters()
         self.timed = False
         self.step_seconds = 0.0
         """The seconds of the last step, if `timed`."""
         layers = {0: [stages]} if layers is None else layers
-        self._weights = GatheredWeights(self._deepspeed, layers) if settings.holds_weights else None
+        self._weights = GatheredWeights(self.deepspeed, layers) if settings.holds_weights else None
         hooks_gather = settings.shards_parameters and not settings.holds_weights
-        self._traces = tracing.Traces(self._deepspeed) if hooks_gather else None
+        self._traces = tracing.Traces(self.deepspeed) if hooks_gather else None
         self._score_biases = ScoreBiases(
-            self._deepspeed.optimizer, stages, self.held, mesh.replicas
+            self.deepspeed.optimizer, stages, self.held, mesh.replicas
         )
         with_gradients = [h for h in self.held if h.spec.role != "balance"]
         self._reduction = Reduction(
-            self._deepspeed, with_gradients, layers, settings=settings, mesh=mesh, owners=pair
+            self.deepspeed, with_gradients, layers, settings=settings, mesh=mesh, owners=pair
         )
         in_backward = settings.reduces_in_backward
         self._options = {"on_input_grad": self._reduction.on_input_grad} if in_backward else {}
@@ -243,7 +244,7 @@ class Engine:
         options = self._options if self._module.training else {}
         if hooks and self._traces:
             self._traces.begin(stage, "forward")
-        run = self._deepspeed if hooks else self._module.stages
+        run = self.deepspeed if hooks else self._module.stages
         output = run(stage, *inputs, **options)
         if hooks and self._module.training and self._weights is None:
             self._counters.save(self._module, stage)
@@ -263,7 +264,7 @@ class Engine:
         - `side_loss` []: a loss of the stage beside an output with a gradient.
         - `last`: this backward completes the stage's gradients of the step.
         """
-        scale = self._deepspeed.optimizer.scale_if_loss
+        scale = self.deepspeed.optimizer.scale_if_loss
         # In one pass with the output, so that activations are recomputed once.
         side = [] if side_loss is None else [scale(side_loss)]
         grads = [grad, *(None for _ in side)]
@@ -275,20 +276,20 @@ class Engine:
             ):
                 torch.autograd.backward([scaled, *side], grads)
             return
-        core.start_backward(self._deepspeed)
+        core.start_backward(self.deepspeed)
         self._counters.restore()
         if self._traces:
             self._traces.begin(stage, "backward")
         if grad is None:
-            self._deepspeed.backward(output)
+            self.deepspeed.backward(output)
         else:
-            fp16.expect_scaled_gradient(self._deepspeed)
+            fp16.expect_scaled_gradient(self.deepspeed)
             torch.autograd.backward([output, *side], grads)
 
     @property
     def loss_scale(self) -> float:
         """The factor of a loss in `backward`; output gradients passed to it already carry it."""
-        return float(self._deepspeed.optimizer.loss_scale)
+        return float(self.deepspeed.optimizer.loss_scale)
 
     def step(self, lr: float, is_kept: Callable[[Tensor], bool] | None = None) -> StepResult:
         """Clip gradients by their norm over the whole mesh, and update the weights.
@@ -297,7 +298,7 @@ class Engine:
         is updated, with the norm on the device, and must answer alike on every rank; after False
         the gradients are dropped. It is not asked if gradients overflow.
         """
-        optimizer = self._deepspeed.optimizer
+        optimizer = self.deepspeed.optimizer
         for group, kind in zip(optimizer.param_groups, self._kinds, strict=True):
             group["lr"] = lr * group.get("factor", 1.0) * kind.rate.lr
         began = self._now()
@@ -308,12 +309,12 @@ class Engine:
         if is_kept:
             asking = updating.asking_before_update(optimizer, is_kept)
         with asking as refused, self._score_biases.moved_after_update():
-            self._deepspeed.step()
+            self.deepspeed.step()
         if self.settings.shards_parameters:
             streams.gather_after_update(optimizer)
         self._finish_scale()
-        norm = refused[0] if refused else self._deepspeed.get_global_grad_norm()
-        applied = bool(self._deepspeed.was_step_applied())
+        norm = refused[0] if refused else self.deepspeed.get_global_grad_norm()
+        applied = bool(self.deepspeed.was_step_applied())
         if not applied:
             fp16.forget_skipped_gradients(optimizer)
         self.step_seconds = self._now() - began
@@ -341,16 +342,16 @@ class Engine:
     @cached_property
     def states(self) -> OptimizerStates:
         """This rank's masters and optimizer state, which a checkpoint saves."""
-        return OptimizerStates(self._deepspeed, self.held, self.settings.optimizer.file)
+        return OptimizerStates(self.deepspeed, self.held, self.settings.optimizer.file)
 
     def close(self) -> None:
         """Free DeepSpeed's hooks and buffers, and remove the files of this process's engines."""
-        self._deepspeed.destroy()
+        self.deepspeed.destroy()
         swap.remove_folders()
 
     def _find_matrices(self, optimizer: Any) -> None:
         """Give an optimizer of whole matrices those of each of its groups."""
-        zero = self._deepspeed.optimizer
+        zero = self.deepspeed.optimizer
         stage = self.mesh.join_stage()
         matrices = find_matrices(
             self.held,
@@ -373,7 +374,7 @@ class Engine:
 
         DeepSpeed would compute a wrong gradient norm, and then hang.
         """
-        optimizer = self._deepspeed.optimizer
+        optimizer = self.deepspeed.optimizer
         num_groups = len(getattr(optimizer, "fp16_groups", None) or optimizer.bit16_groups)
         counts = [int(row[0]) for row in self.mesh.messages.gather_floats([num_groups])]
         if len(set(counts)) > 1:
@@ -392,16 +393,16 @@ class ForwardEngine:
     def __init__(self, stages: nn.Module, settings: EngineSettings, mesh: Mesh) -> None:
         self.settings = settings
         self._run: Any = stages.eval()
-        self._deepspeed: deepspeed.DeepSpeedEngine | None = None
+        self.deepspeed: deepspeed.DeepSpeedEngine | None = None
         if settings.shards_parameters:
             core.skip_trace_check()
-            self._deepspeed, *_ = deepspeed.initialize(
+            self.deepspeed, *_ = deepspeed.initialize(
                 model=stages,
                 config=settings.deepspeed_config(mesh.shards.size),
                 mpu=model_parallel_unit(mesh.model, mesh.shards),
                 dist_init_required=False,
             )
-            self._run = self._deepspeed
+            self._run = self.deepspeed
 
     def evaluate(self, stage: int, *inputs: Tensor | Segments | None) -> Tensor:
         """Run a stage without dropout and without gradients."""
@@ -414,8 +415,8 @@ class ForwardEngine:
 
     def close(self) -> None:
         """Free DeepSpeed's hooks and buffers, and remove its files."""
-        if self._deepspeed is not None:
-            self._deepspeed.destroy()
+        if self.deepspeed is not None:
+            self.deepspeed.destroy()
         swap.remove_folders()
 
 

@@ -111,7 +111,7 @@ class OptimizerStates:
         by_group = {block[0].group: block for block in self._blocks}
 
         def call(function: Callable[[Update], None], *_: object) -> None:
-            indices = {id(master): index for index, master in enumerate(self._masters)}
+            indices = {id(master): index for index, master in enumerate(self.masters)}
             for group in optimizer.param_groups:
                 for master in group["params"]:
                     places = by_group.get(indices[id(master)], [])
@@ -134,7 +134,7 @@ class OptimizerStates:
             return
         # Weights gathered from the old shards are stale.
         self._zero._partition_all_parameters()
-        for group in range(len(self._masters)):
+        for group in range(len(self.masters)):
             if not self._is_swapped(group):  # `_put_back` has done it for those on NVMe
                 self._zero._reassign_or_swap_out_partitioned_parameters(group)
 
@@ -145,7 +145,7 @@ class OptimizerStates:
         state of the dynamic loss scaler, None without one.
         """
         states = self._zero.optimizer.state
-        steps = {int(states[m].get("step", 0)) if m in states else 0 for m in self._masters}
+        steps = {int(states[m].get("step", 0)) if m in states else 0 for m in self.masters}
         assert len(steps) == 1, steps
         scaler = self._zero.loss_scaler
         scale = {name: getattr(scaler, name) for name in _SCALER} if scaler.dynamic else None
@@ -155,7 +155,7 @@ class OptimizerStates:
         """Restore `counters`; a loss scaler that is fixed or has no saved state is not changed."""
         steps = int(counters["optimizer_steps"])
         states = self._zero.optimizer.state
-        for group, master in enumerate(self._masters):
+        for group, master in enumerate(self.masters):
             if master not in states:
                 with self._in_memory(group, write=True):
                     pass
@@ -170,7 +170,8 @@ class OptimizerStates:
                 setattr(scaler, name, counters["loss_scale"][name])
 
     @property
-    def _masters(self) -> list[Tensor]:
+    def masters(self) -> list[Tensor]:
+        """The flat fp32 masters of this rank, one for each optimizer group."""
         return masters_of(self._zero)
 
     def _is_swapped(self, group: int) -> bool:
@@ -179,7 +180,7 @@ class OptimizerStates:
     @contextmanager
     def _in_memory(self, group: int, write: bool) -> Iterator[dict[str, Tensor]]:
         """Yield an optimizer group's flat tensors by kind."""
-        master = self._masters[group]
+        master = self.masters[group]
         states = self._zero.optimizer.state
         swapped = self._is_swapped(group)
         if swapped:

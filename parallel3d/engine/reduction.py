@@ -43,7 +43,7 @@ class Reduction:
         self._deepspeed = engine
         self._held = tuple(held)
         self._settings = settings
-        self._mesh = mesh
+        self.mesh = mesh
         self._owners = owners
         self._of_stage = _complete_with(layers, self._held)
         self._index: dict[nn.Parameter, int] = {}  # a shared weight has its first layer's
@@ -91,7 +91,7 @@ class Reduction:
             except BaseException:
                 core.abandon_coalescing(self._deepspeed)
                 raise
-            self._sum(self._waiting.values())
+            self.sum_partial(self._waiting.values())
 
     def reduce(self, stage: int) -> None:
         """Reduce a stage's gradients after its last backward; collective over dp, and over tp."""
@@ -125,14 +125,14 @@ class Reduction:
             self._reduce(ready)
             return
         self._finish_average()
-        self._sum(ready)
+        self.sum_partial(ready)
         parameters = [h.parameter for h in ready]
         self._averages.append(partial(reducing.reduce_now, self._deepspeed, parameters))
         self._forget(ready)
 
     def _reduce(self, held: Sequence[HeldParameter]) -> None:
         self._finish_average()
-        self._sum(held)
+        self.sum_partial(held)
         reducing.reduce_now(self._deepspeed, [h.parameter for h in held])
         self._forget(held)
 
@@ -154,17 +154,17 @@ class Reduction:
         yield
         if self._deferred is not None:
             self._deferred.put_back()
-            self._sum(self._held)
+            self.sum_partial(self._held)
             self._deferred.flush()
         self._deepspeed.set_gradient_accumulation_boundary(True)
         self._deepspeed.optimizer.finalize_gradient_accumulation_boundary()
 
-    def _sum(self, held: Iterable[HeldParameter]) -> None:
+    def sum_partial(self, held: Iterable[HeldParameter]) -> None:
         """Sum partial gradients over tp, tied ones over their owners, before ZeRO shards them."""
         held = list(held)
         partial = [_grad(h) for h in held if h.partial]
-        if partial and self._mesh.tensor.size > 1:
-            all_reduce_coalesced(partial, self._mesh.tensor.group)
+        if partial and self.mesh.tensor.size > 1:
+            all_reduce_coalesced(partial, self.mesh.tensor.group)
         tied = [_grad(h) for h in held if h.tied_across]
         if tied:
             assert self._owners is not None
@@ -179,15 +179,15 @@ class Reduction:
                 parts = [moments(flat.narrow(0, *segment)) for segment in self.segments[h.name]]
                 self.moments[h.name] = torch.stack(parts)
         if self._settings.zero.stage == 0:
-            self._average_over_replicas(held)
+            self.average_over_replicas(held)
 
-    def _average_over_replicas(self, held: Iterable[HeldParameter]) -> None:
+    def average_over_replicas(self, held: Iterable[HeldParameter]) -> None:
         """Average over replicas in buckets; in a last backward, without waiting.
 
         An expert's gradient is a sum over the tokens of all ranks that send it some, and so it is
         divided by the number of those ranks, not of its replicas.
         """
-        ranks = self._mesh.replicas.size
+        ranks = self.mesh.replicas.size
         if ranks == 1:
             return
         for replicas, same in groupby(held, key=attrgetter("replicas")):

@@ -43,7 +43,7 @@ def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) ->
     if launch.world_size == 1:
         return
     with suppress(Exception):  # the other ranks cannot be reached any more
-        store = _meet(launch, _PATIENCE)
+        store = meet(launch, _PATIENCE)
         heard = [f"rank {rank} has heard it" for rank in range(1, launch.world_size)]
         if launch.rank == 0:
             store.set(_START, pack_error(error))
@@ -70,7 +70,7 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         store: dist.Store = dist.HashStore()
         dist.init_process_group(backend, None, STARTUP_TIMEOUT, 1, 0, store)
         return
-    store = _meet(launch, STARTUP_TIMEOUT)
+    store = meet(launch, STARTUP_TIMEOUT)
     if launch.rank == 0:
         store.set(_START, "")
     elif problem := store.get(_START).decode():
@@ -116,8 +116,8 @@ def lost_peer(error: Exception) -> str:
     return f"another rank died or is silent, so this one ends ({text})" if is_lost else ""
 
 
-def _meet(launch: Launch, patience: timedelta) -> dist.Store:
-    """Return the store through which the ranks find each other."""
+def meet(launch: Launch, patience: timedelta) -> dist.Store:
+    """Return the store through which the ranks find each other; waits up to `patience`."""
     global _store
     # Here, because rank 0 may refuse to start, and say so, before it joins.
     os.environ.setdefault("MASTER_ADDR", socket.gethostname())

@@ -82,6 +82,7 @@ class ProgramRunner(ABC):
 
     - `hidden_shape`: the shape of the messages between stages, [batch, seq / cp, hidden], or
       [batch, seq / cp / tp, hidden] under sequence parallelism.
+    - `methods`: runs an operation, for a stage and a microbatch.
     - `on_message`: called with each message, before this rank sends it or once it is received.
     - `timed`: if set, `run` waits for the device and sets `spans`, each action's seconds since
       `started`. The gradients are reduced at `ended`. Both are Unix times.
@@ -100,8 +101,8 @@ class ProgramRunner(ABC):
         self.engine = engine
         self._key = key
         self._hidden_shape = hidden_shape
-        self._last_stage = schedule.num_stages - 1
-        self._run: dict[Op, Callable[[int, int], None]] = {
+        self.last_stage = schedule.num_stages - 1
+        self.methods: dict[Op, Callable[[int, int], None]] = {
             Op.F: self._forward,
             Op.SEND_F: self._send_forward,
             Op.RECV_F: self._receive_forward,
@@ -145,7 +146,7 @@ class ProgramRunner(ABC):
                 self._wait(action)
             pulse.doing(f"{action} of {name}")
             with self._clock.measuring(action) if self._clock else nullcontext():
-                self._run[action.op](action.stage, action.microbatch)
+                self.methods[action.op](action.stage, action.microbatch)
         with pulse.waiting("waiting until its messages are sent"):
             for work, _ in self.flow.sending.values():
                 work.wait()
@@ -174,7 +175,8 @@ class ProgramRunner(ABC):
     def _receive_forward(self, stage: int, microbatch: int) -> None:
         self.flow.inputs[stage, microbatch] = self._receive(Action(Op.RECV_F, stage, microbatch))
 
-    def _send(self, tensor: Tensor, send: Action) -> None:
+    def send(self, tensor: Tensor, send: Action) -> None:
+        """Start to send a tensor, which is kept until it has been sent."""
         tensor = tensor.contiguous()
         self.on_message(send, tensor)
         receive = send.other_end
@@ -262,15 +264,15 @@ class Executor(ProgramRunner):
         super().__init__(schedule, mesh, engine, key=key, hidden_shape=hidden_shape)
         self._make_schedule = make_schedule
         self._schedules = {schedule.num_microbatches: schedule}
-        self._run |= {
-            Op.B: self._backward,
+        self.methods |= {
+            Op.B: self.backward,
             Op.I: self._input_gradient,
             Op.W: self._weight_gradient,
             Op.SEND_B: self._send_backward,
             Op.RECV_B: self._receive_backward,
             Op.REDUCE: lambda stage, _: engine.reduce(stage),
         }
-        assert self._run.keys() == set(Op)
+        assert self.methods.keys() == set(Op)
         self._divisor: Tensor | int = 1
         self.side_losses: dict[str, Tensor] = {}
 
@@ -317,7 +319,7 @@ class Executor(ProgramRunner):
         key = stage, microbatch
         x = self.flow.inputs[key].requires_grad_() if stage > 0 else own.tokens
         assert x is not None, "the first stage needs tokens"
-        is_last = stage == self._last_stage
+        is_last = stage == self.last_stage
         inputs = (own.labels, own.segments, own.weights) if is_last else (None, own.segments)
         produced = self.engine.forward(stage, x, *inputs)
         output, side_losses = produced if isinstance(produced, tuple) else (produced, None)
@@ -342,7 +344,7 @@ class Executor(ProgramRunner):
         for name, value in side_losses.values.items():
             self.flow.side_values.setdefault(name, []).append(value)
         total = side_losses.total / len(self.batch)
-        if key[0] == self._last_stage:
+        if key[0] == self.last_stage:
             return output + total
         if total.requires_grad:
             self.flow.side_losses[key] = total
@@ -355,7 +357,7 @@ class Executor(ProgramRunner):
         number of replicas (one all-reduce), so that the mean over replicas is the batch's mean.
         """
         weights = [m.weights for m in batch if m.weights is not None]
-        if not weights or not self._on_this_rank(self._last_stage):
+        if not weights or not self._on_this_rank(self.last_stage):
             return len(batch)
         assert len(weights) == len(batch), "either all microbatches have weights or none"
         total = torch.stack([w.sum() for w in weights]).sum()
@@ -363,11 +365,12 @@ class Executor(ProgramRunner):
         # If all weights of the batch are 0, loss and gradients are 0.
         return total.clamp(min=torch.finfo(total.dtype).tiny)
 
-    def _backward(self, stage: int, microbatch: int) -> None:
+    def backward(self, stage: int, microbatch: int) -> None:
+        """Run the backward of a stage from the gradient of its output, or from the loss."""
         self._enter(microbatch)
         key = stage, microbatch
         output = self.flow.outputs.pop(key)
-        grad_output = None if stage == self._last_stage else self.flow.gradients.pop(key)
+        grad_output = None if stage == self.last_stage else self.flow.gradients.pop(key)
         side_loss = self.flow.side_losses.pop(key, None)
         last = key in self._completing
         self.engine.backward(output, grad_output, side_loss=side_loss, stage=stage, last=last)
@@ -378,7 +381,7 @@ class Executor(ProgramRunner):
 
     def _input_gradient(self, stage: int, microbatch: int) -> None:
         with defer_weight_gradients() as products:
-            self._backward(stage, microbatch)
+            self.backward(stage, microbatch)
         self.flow.deferred[stage, microbatch] = products
 
     def _weight_gradient(self, stage: int, microbatch: int) -> None:
@@ -386,12 +389,12 @@ class Executor(ProgramRunner):
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
         output = self.flow.outputs[stage, microbatch]
-        self._send(output.detach(), Action(Op.SEND_F, stage, microbatch))
+        self.send(output.detach(), Action(Op.SEND_F, stage, microbatch))
         free_data(output)
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
         gradient = self.flow.gradients.pop((stage - 1, microbatch))
-        self._send(gradient, Action(Op.SEND_B, stage, microbatch))
+        self.send(gradient, Action(Op.SEND_B, stage, microbatch))
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
         self.flow.gradients[stage, microbatch] = self._receive(Action(Op.RECV_B, stage, microbatch))
@@ -420,7 +423,7 @@ class Evaluator(ProgramRunner):
         own = self._enter(microbatch)
         x = self.flow.inputs.pop((stage, microbatch)) if stage > 0 else own.tokens
         assert x is not None, "the first stage needs tokens"
-        if stage == self._last_stage:
+        if stage == self.last_stage:
             assert own.labels is not None, "the last stage needs labels"
             losses = self.engine.evaluate(stage, x, own.labels, own.segments)  # [batch, seq]
             assert losses.shape == own.labels.shape, "a head returns token losses in evaluation"
@@ -435,4 +438,4 @@ class Evaluator(ProgramRunner):
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
         output = self.flow.outputs.pop((stage, microbatch))
-        self._send(output, Action(Op.SEND_F, stage, microbatch))
+        self.send(output, Action(Op.SEND_F, stage, microbatch))

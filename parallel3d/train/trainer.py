@@ -142,7 +142,7 @@ class Trainer:
                 with profiled, self.watch.step(step):
                     began = time.perf_counter()
                     lr = rate(self.config, step, self.position.next_sample)
-                    rows, done, verdict = self._step(step, lr)
+                    rows, done, verdict = self.take_step(step, lr)
                     step_seconds = time.perf_counter() - began
                 self._check_bits_if_due(step + 1, done)
             except WrongBits as error:
@@ -267,7 +267,7 @@ class Trainer:
             self.saver.require_saved()
             self.stop.finished()
 
-    def _step(self, step: int, lr: float) -> tuple[list[RankStep], StepResult, Verdict]:
+    def take_step(self, step: int, lr: float) -> tuple[list[RankStep], StepResult, Verdict]:
         """Take one step; return the rows of all ranks, the engine's result, and the verdict.
 
         The host waits for the device only once, at the end. A step with a loss that is not finite

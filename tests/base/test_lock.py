@@ -82,7 +82,7 @@ def elsewhere(tmp_path, monkeypatch, quick):
     """A lock that a process of another machine has taken; it beats until it is released."""
     monkeypatch.setattr(lock, "end_this_process", lambda text: None)
     other = Lock(tmp_path / "run.lock")
-    other._mine = replace(other._mine, host="node7", pid=1)
+    other.this_process = replace(other.this_process, host="node7", pid=1)
     other.take()
     yield other
     other.release()
@@ -93,7 +93,7 @@ def test_heartbeat_of_another_machine_keeps_the_lock(elsewhere):
     with pytest.raises(LockHeld, match="process 1 on node7, since 2"):
         Lock(elsewhere.path).take(messages.append)
     assert len(messages) == 1 and "waiting up to" in messages[0]
-    assert read(elsewhere.path).token == elsewhere._mine.token
+    assert read(elsewhere.path).token == elsewhere.this_process.token
 
 
 def test_lock_is_taken_after_enough_missed_heartbeats(elsewhere, monkeypatch):
@@ -104,7 +104,7 @@ def test_lock_is_taken_after_enough_missed_heartbeats(elsewhere, monkeypatch):
     assert mine.try_to_take().host == "node7"  # who does not wait does not get it
     mine.take()
     assert time.monotonic() - began >= lock.BEAT * lock.MISSED
-    assert read(mine.path).token == mine._mine.token
+    assert read(mine.path).token == mine.this_process.token
     mine.release()
 
 
@@ -129,7 +129,7 @@ def test_silent_holder_is_told_that_it_lost_the_lock(tmp_path, quick, monkeypatc
     first._heart.join(5)
     assert len(lost) == 1 and "was taken over by process" in lost[0]
     first.release()
-    assert read(first.path).token == second._mine.token  # not the first's to remove
+    assert read(first.path).token == second.this_process.token  # not the first's to remove
     second.release()
 
 
@@ -158,7 +158,7 @@ def test_deleted_lock_file_is_created_again(tmp_path, quick):
     held.release()
 
 
-ME = Lock(Path("never"))._mine
+ME = Lock(Path("never")).this_process
 DEAD = [
     (replace(ME, started="1"), ()),  # another process has the pid now
     (replace(ME, pid=2**22 + 1), ()),

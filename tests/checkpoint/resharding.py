@@ -144,7 +144,7 @@ class Trained(Trainer):
     def _link_moments(self):
         """At ZeRO-1 and 2 DeepSpeed's getters see the moments of its first group of parameters
         from its first step on, and the others' never; let them see all."""
-        optimizer = self.engine._deepspeed.optimizer
+        optimizer = self.engine.deepspeed.optimizer
         if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()

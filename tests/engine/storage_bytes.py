@@ -43,7 +43,7 @@ def held_bytes(engine: Any, parameters: Iterable[nn.Parameter]) -> dict[str, int
 
 def memory_bytes(engine: Engine) -> dict[str, int]:
     """`held_bytes` of our engine."""
-    return held_bytes(engine._deepspeed, [held.parameter for held in engine.held])
+    return held_bytes(engine.deepspeed, [held.parameter for held in engine.held])
 
 
 def _masters(optimizer: Any) -> list[Tensor]:

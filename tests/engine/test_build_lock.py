@@ -62,7 +62,7 @@ def train_without_compiler(rank, case, reference, only_on):
     if rank in only_on:
         op_builds.CPUAdamBuilder.load = no_compiler
     trainer = Trainer(case)
-    kind = type(trainer.engine._deepspeed.optimizer.optimizer).__name__
+    kind = type(trainer.engine.deepspeed.optimizer.optimizer).__name__
     return trainer.compare(reference), kind
 
 

@@ -79,8 +79,8 @@ def peak_of_stages(rank, case):
 
         return run
 
-    gather = trainer.executor._run[Op.GATHER]
-    trainer.executor._run = {op: watched(m) for op, m in trainer.executor._run.items()}
+    gather = trainer.executor.methods[Op.GATHER]
+    trainer.executor.methods = {op: watched(m) for op, m in trainer.executor.methods.items()}
     trainer.executor.run(trainer.batches()[0])
     sizes = [sum(p.ds_numel for p in stage.parameters()) for stage in stages.values()]
     expected = most_gathered(trainer.executor.schedule.programs[trainer.mesh.pipeline.coord])

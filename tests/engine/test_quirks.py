@@ -64,7 +64,7 @@ def tell_deepspeed_of_microbatches():  # row 4
         return config | size | {"gradient_accumulation_steps": 4}
 
     def step_now(engine, lr):
-        engine._deepspeed.set_gradient_accumulation_boundary(True)
+        engine.deepspeed.set_gradient_accumulation_boundary(True)
         return step(engine, lr)
 
     with (
@@ -101,7 +101,7 @@ def no_placeholders_no_check():  # row 7
 
 @contextmanager
 def ends_apart():  # row 13
-    with patch.object(Reduction, "_sum", lambda *_: None):
+    with patch.object(Reduction, "sum_partial", lambda *_: None):
         yield
 
 
@@ -245,7 +245,7 @@ def gradient(microbatches, precision, in_fp32):
     step = trainer.engine.step
 
     def look(lr):
-        shards = trainer.engine._deepspeed.optimizer.averaged_gradients
+        shards = trainer.engine.deepspeed.optimizer.averaged_gradients
         flat.extend(g.float().flatten() for group in shards.values() for g in group)
         return step(lr)
 
@@ -271,8 +271,8 @@ def rounded_by_the_reduction(rank, cases):
         trainer = Trainer(case)
         summed = {}
         engine = trainer.engine
-        run = engine._reduction._sum
-        step = engine._deepspeed.optimizer.optimizer.step
+        run = engine._reduction.sum_partial
+        step = engine.deepspeed.optimizer.optimizer.step
 
         def note(held, run=run, summed=summed):
             held = list(held)
@@ -285,7 +285,7 @@ def rounded_by_the_reduction(rank, cases):
             for block in engine.states._blocks:
                 for place in block:
                     piece = place.piece
-                    reached = engine.states._masters[place.group].grad
+                    reached = engine.states.masters[place.group].grad
                     if reached is None:  # another group is updated
                         continue
                     reached = reached.flatten()[place.offset :][: piece.numel].double()
@@ -296,8 +296,8 @@ def rounded_by_the_reduction(rank, cases):
             losses[number] = max(losses[number], (lost / whole) ** 0.5)
             return step(*args)
 
-        engine._reduction._sum = note
-        engine._deepspeed.optimizer.optimizer.step = look
+        engine._reduction.sum_partial = note
+        engine.deepspeed.optimizer.optimizer.step = look
         trainer.run()
         trainer.close()
     return losses

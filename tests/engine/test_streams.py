@@ -114,7 +114,7 @@ def gathers_on_rank(rank, case):
         accelerator = get_accelerator()
         stream_class = type(accelerator.current_stream())
         trainer = Trainer(case)
-        optimizer = trainer.engine._deepspeed.optimizer
+        optimizer = trainer.engine.deepspeed.optimizer
         coordinator = optimizer.parameter_offload.get_param_coordinator()
         gathers = getattr(coordinator, streams._GATHER_STREAM)
 
@@ -158,7 +158,7 @@ def priorities_on_rank(rank, cases):
 
             with patch.object(stream_class, "__init__", make):
                 trainer = Trainer(case)
-            optimizer = trainer.engine._deepspeed.optimizer
+            optimizer = trainer.engine.deepspeed.optimizer
             name = "reduce_and_partition_stream" if case.zero_stage == 3 else "reduction_stream"
             given.append(getattr(optimizer, name).priority)
             trainer.close()

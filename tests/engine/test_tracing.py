@@ -42,7 +42,7 @@ def fetches(rank, cases, traced):
         for batch in batches[:2]:
             trainer.executor.run(batch)
             trainer.engine.step(trainer.lr)
-        coordinator = trainer.engine._deepspeed.optimizer.parameter_offload.get_param_coordinator()
+        coordinator = trainer.engine.deepspeed.optimizer.parameter_offload.get_param_coordinator()
         profiler = vars(coordinator)["_PartitionedParameterCoordinator__profiler"]
         seen: Counter[str] = Counter()
 

@@ -92,7 +92,7 @@ def alternate(mesh, reduction, order):
     for _ in range(2):
         taken = {}
         made = {}
-        watched = storage_bytes.watching(engine._deepspeed, [h.parameter for h in held])
+        watched = storage_bytes.watching(engine.deepspeed, [h.parameter for h in held])
         with watched as step_peaks, engine.accumulation():
             for kind, stage, m in order:
                 if kind == "F":

@@ -64,7 +64,7 @@ def measure(case):
         "layer": max(sum(_numel(p) for p in layer.parameters()) for layer in layers),
     }
     if case.zero_stage == 3:
-        with storage_bytes.watching(engine._deepspeed, parameters) as peaks:
+        with storage_bytes.watching(engine.deepspeed, parameters) as peaks:
             trainer.executor.run(batch)
     else:
         peaks = None

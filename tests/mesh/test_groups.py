@@ -118,7 +118,7 @@ def test_the_world_of_nccl_is_as_urgent_as_an_axis_that_it_is(monkeypatch):
     given = {}
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: given.update(options))
-    monkeypatch.setattr(join, "_meet", lambda launch, patience: dist.HashStore())
+    monkeypatch.setattr(join, "meet", lambda launch, patience: dist.HashStore())
     monkeypatch.setattr(join, "choose_backend", lambda device: "nccl")
     join.join(Launch(0, 2, 0, 2), torch.device("cuda", 0))
     assert given["device_id"] == torch.device("cuda", 0)

@@ -129,14 +129,14 @@ def aside_on_demand(rank, on_demand):
     soft = 128
     hard = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    meet = join._meet
+    meet = join.meet
     stores = []
 
     def meet_and_count(*args):
         stores.append(CountingStore(meet(*args)))
         return stores[0]
 
-    join._meet = meet_and_count
+    join.meet = meet_and_count
     if on_demand:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     mesh = Mesh(dp=6)

@@ -37,7 +37,9 @@ def show(config: RunConfig | None, folder: Path, console: Console) -> dict[str, 
         size = f"{visit.relative_size:.0e}".replace("e-0", "e-").replace("e+0", "e")
         seconds = f"{visit.seconds:.1f}"
         curve = mark(visit.name, curves)
-        shown = "-" if curve is None else "shown" if curve.shows else "nothing"
+        shown = "-"
+        if curve is not None:
+            shown = "shown" if curve.shows else "nothing"
         console.print(_row(visit.name, visit.by or "MISSED", size, seconds, shown))
     if not visits:
         raise ConfigError("no exhibit can be planted in this config; leave --config out")

@@ -93,7 +93,7 @@ def counting(executor):
 
         return run
 
-    executor._run = {op: watched(method) for op, method in executor._run.items()}
+    executor.methods = {op: watched(method) for op, method in executor.methods.items()}
     return most
 
 

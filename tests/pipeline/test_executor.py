@@ -65,7 +65,7 @@ def watched_step(rank, case):
         return entry
 
     recording("isend"), recording("irecv")
-    executor._run = {op: watching(method) for op, method in executor._run.items()}
+    executor.methods = {op: watching(method) for op, method in executor.methods.items()}
     with timing(executor):
         executor.run(trainer.batches()[0])
     left = [
@@ -230,14 +230,14 @@ def fail_in_the_middle(rank, case, culprit):
     trainer.executor.run(first)
     trainer.engine.step(trainer.lr)
     if rank == culprit:
-        backward = trainer.executor._run[Op.B]
+        backward = trainer.executor.methods[Op.B]
 
         def broken(stage, microbatch):
             if microbatch == 1:
                 raise ArithmeticError("this rank alone")
             backward(stage, microbatch)
 
-        trainer.executor._run[Op.B] = broken
+        trainer.executor.methods[Op.B] = broken
     trainer.mesh.barrier()
     start = time.monotonic()
     try:

@@ -245,7 +245,7 @@ def weight_stale(rank, victim, step, at):
 def _after_step(is_victim, step, change):
     from parallel3d.train.trainer import Trainer
 
-    take = Trainer._step
+    take = Trainer.take_step
 
     def taken(self, number, *args):
         before = self.engine.held[-1].parameter.detach().clone()
@@ -254,7 +254,7 @@ def _after_step(is_victim, step, change):
             change(self.engine, before)
         return result
 
-    Trainer._step = taken
+    Trainer.take_step = taken
 
 
 def message_dropped(rank, victim, step, at):
@@ -264,7 +264,7 @@ def message_dropped(rank, victim, step, at):
         return
     from parallel3d.pipeline.executor import Executor
 
-    send = Executor._send
+    send = Executor.send
     due = []
 
     def dropped(executor, tensor, action):
@@ -272,7 +272,7 @@ def message_dropped(rank, victim, step, at):
             return None
         return send(executor, tensor, action)
 
-    Executor._send = dropped
+    Executor.send = dropped
     when(at, step, lambda: due.append(True))
 
 
@@ -289,8 +289,11 @@ def _message_changed(rank, victim, step, send_instead):
 
     send = Mesh.isend
 
+    def isend(mesh, *message):
+        return send_instead(partial(send, mesh), *message)
+
     def begin():
-        Mesh.isend = lambda mesh, *message: send_instead(partial(send, mesh), *message)
+        Mesh.isend = isend
 
     when(BATCH, step, begin)
     when(UPDATE, step, lambda: setattr(Mesh, "isend", send))
@@ -411,7 +414,11 @@ def other_config(rank, victim, step, at):
     """One rank reads another learning rate from its copy of the config."""
     if rank == victim:
         read = RunConfig.from_json
-        RunConfig.from_json = lambda path, more: read(path, [*more, "--optimizer.params.lr", "0.5"])
+
+        def read_other(path, overrides):
+            return read(path, [*overrides, "--optimizer.params.lr", "0.5"])
+
+        RunConfig.from_json = read_other
 
 
 def flip_in(names, folder, draw):

@@ -30,13 +30,13 @@ def no_wait_for_what_arrives():
 
 
 def a_tensor_scaled_while_it_is_sent():
-    send = Executor._send
+    send = Executor.send
 
     def reuse(executor, tensor, action):
         send(executor, tensor, action)
         executor.flow.sending[action][1].mul_(1.01)
 
-    return patch.object(Executor, "_send", reuse)
+    return patch.object(Executor, "send", reuse)
 
 
 def receives_in_another_order():
@@ -68,13 +68,13 @@ def a_world_collective_in_a_stage():
 
 def buffers_freed_while_they_are_sent():
     """The executor holds each tensor until its send is over."""
-    send = Executor._send
+    send = Executor.send
 
     def drop(executor, tensor, action):
         send(executor, tensor, action)
         executor.flow.sending[action] = executor.flow.sending[action][0], None
 
-    return patch.object(Executor, "_send", drop)
+    return patch.object(Executor, "send", drop)
 
 
 # The fault, the changes of the case, and what is said of it.

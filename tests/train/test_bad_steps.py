@@ -103,7 +103,7 @@ def spoil(rank, batches, factor):
     """Multiply the loss of some batches by a factor, on the ranks that have it."""
     is_new = SPOILED["at"] is None
     SPOILED.update(batches=batches, factor=factor, at=0)
-    step_of = trainer_module.Trainer._step
+    step_of = trainer_module.Trainer.take_step
     run = Executor.run
 
     def placed(self, *args):
@@ -116,7 +116,7 @@ def spoil(rank, batches, factor):
         return loss * SPOILED["factor"] if is_bad else loss
 
     if is_new:
-        trainer_module.Trainer._step = placed
+        trainer_module.Trainer.take_step = placed
         Executor.run = spoiled
 
 

@@ -184,7 +184,7 @@ def spoil_a_replica(rank):
     """Rank 1 flips a bit of a weight after its third step."""
     from parallel3d.train import trainer as trainer_module
 
-    take_step = trainer_module.Trainer._step
+    take_step = trainer_module.Trainer.take_step
 
     def spoiled(self, step, *args):
         taken = take_step(self, step, *args)
@@ -192,7 +192,7 @@ def spoil_a_replica(rank):
             self.engine.held[-1].parameter.data.view(torch.int32).view(-1)[0] ^= 1
         return taken
 
-    trainer_module.Trainer._step = spoiled
+    trainer_module.Trainer.take_step = spoiled
 
 
 def test_a_run_stops_and_saves_nothing_of_the_step(tmp_path):

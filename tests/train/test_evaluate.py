@@ -27,25 +27,31 @@ pytestmark = pytest.mark.gloo
 SAMPLES = 21  # no multiple of a batch
 
 
+class StoppedAtOnce(StopRequest):
+    """A request to stop that is there from the beginning."""
+
+    def flags(self):
+        """Return the flags of a rank that was asked to stop."""
+        return [1.0, 0.0]
+
+
 def evaluate_on_rank(rank, calls, stops=False):
     """What launch/evaluate.py comes to for each command line: its code and output, or its error.
 
     Where it `stops`, rank 1 is asked to at its first batch.
     """
-    found = []
+    results = []
     for words in calls:
         printed = io.StringIO()
-        stop = StopRequest()
-        if stops and rank == 1:
-            stop.flags = lambda: [1.0, 0.0]
+        stop = StoppedAtOnce() if stops and rank == 1 else StopRequest()
         try:
             with redirect_stdout(printed), patch("sys.argv", ["evaluate.py", *map(str, words)]):
                 args, overrides = launch.evaluate.parse_args()
                 code = launch.evaluate.evaluate(args, overrides, Launch.from_environment(), stop)
-            found.append((code, printed.getvalue()))
+            results.append((code, printed.getvalue()))
         except Parallel3DError as error:
-            found.append((type(error).__name__, str(error)))
-    return found
+            results.append((type(error).__name__, str(error)))
+    return results
 
 
 def evaluated(ranks, *calls):

@@ -35,7 +35,11 @@ def test_nodes_by_what_the_machines_say():
 def deal_cyclically(rank):
     """Two nodes of two ranks each, dealt out in turn (`srun --distribution=cyclic`)."""
     os.environ |= {"LOCAL_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": "2"}
-    nodes.machine_of_this_process = lambda: f"machine {rank % 2}"
+
+    def machine():
+        return f"machine {rank % 2}"
+
+    nodes.machine_of_this_process = machine
     nodes.socket = SimpleNamespace(gethostname=lambda: f"node{rank % 2}")
 
 
@@ -87,8 +91,14 @@ def on_two_nodes(rank, raw, root):
         different = str(error)
 
     # Last, as it leaves the group broken.
-    start.prepare = lambda *args: time.sleep(1) if rank == 0 else prepare(*args)
-    start.check_length = lambda *args: None
+    def prepare_late(*args):
+        return time.sleep(1) if rank == 0 else prepare(*args)
+
+    def check_nothing(*args):
+        return None
+
+    start.prepare = prepare_late
+    start.check_length = check_nothing
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), mesh.messages.aside)
     late = ""
     try:

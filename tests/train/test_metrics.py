@@ -27,8 +27,16 @@ from tests.verify.configs import config_of
 pytestmark = pytest.mark.gloo
 
 KEYS = [
-    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_device"),
-    *("mfu", "peak_memory_bytes", "step_seconds"),
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_second",
+    "tflops_per_device",
+    "mfu",
+    "peak_memory_bytes",
+    "step_seconds",
 ]
 OF_SET = SetLoss(loss=4.5, standard_error=math.inf, tokens=640, documents=5, bits_per_byte=1.5)
 CPU = torch.device("cpu")

@@ -90,24 +90,29 @@ def on_mesh(raw, pp, dp, tp, micro_batch=4, **training):
     return raw | {"train_micro_batch_size_per_gpu": micro_batch, "parallel3d": block}
 
 
+def known_peak(config, mesh):
+    """Stand for a measurement of the device."""
+    return "a peak of mine", PEAK
+
+
 def run_on_rank(rank, raw, disturb=None, *details):
     """All of launch/train.py after `disturb`: the exit code or error, and what was seen."""
-    seen = {"run": [], "_step": [], "set_timeouts": []}
+    seen = {"run": [], "take_step": [], "set_timeouts": []}
 
     def look_at(owner, name):
         call = getattr(owner, name)
 
         def looked_at(*args):
             result = call(*args)
-            seen[name].append((len(seen["_step"]), args[1:], result))
+            seen[name].append((len(seen["take_step"]), args[1:], result))
             return result
 
         setattr(owner, name, looked_at)
 
     look_at(trainer_module.Trainer, "run")
-    look_at(trainer_module.Trainer, "_step")
+    look_at(trainer_module.Trainer, "take_step")
     look_at(Mesh, "set_timeouts")
-    known_hardware.peak = lambda config, mesh: ("a peak of mine", PEAK)
+    known_hardware.peak = known_peak
     if disturb:
         disturb(rank, *details)
     asked = RunConfig.from_dict(raw)
@@ -119,7 +124,7 @@ def run_on_rank(rank, raw, disturb=None, *details):
         with StopRequest().listening() as stop:
             ended = train(config, mesh, claimed, stop, as_json=False)
     except Exception as error:
-        if not seen["run"] and not seen["_step"]:
+        if not seen["run"] and not seen["take_step"]:
             raise  # nothing of this is meant to fail before it trains
         ended = error if isinstance(error, TrainingError) else str(error)
     took = time.monotonic() - start
@@ -217,7 +222,7 @@ def poison_loss(rank, culprit, value):
 
 def poison_weight(rank, culprit):
     """Before its second step, one rank's part of the last norm becomes NaN."""
-    step_of = trainer_module.Trainer._step
+    step_of = trainer_module.Trainer.take_step
 
     def poisoned(self, step, *args):
         if rank == culprit and step == 1:
@@ -225,13 +230,13 @@ def poison_weight(rank, culprit):
             weight.data.fill_(math.nan)
         return step_of(self, step, *args)
 
-    trainer_module.Trainer._step = poisoned
+    trainer_module.Trainer.take_step = poisoned
 
 
 def poison_gradient(rank, culprit):
     """In its second step one rank gets a gradient from the next stage that is NaN."""
     backward = Engine.backward
-    step_of = trainer_module.Trainer._step
+    step_of = trainer_module.Trainer.take_step
 
     def poisoned_step(self, step, *args):
         self.engine.poisoned = rank == culprit and step == 1
@@ -241,7 +246,7 @@ def poison_gradient(rank, culprit):
         poisoned = grad is not None and getattr(self, "poisoned", False)
         backward(self, output, grad * math.nan if poisoned else grad, **stage)
 
-    trainer_module.Trainer._step = poisoned_step
+    trainer_module.Trainer.take_step = poisoned_step
     Engine.backward = poisoned
 
 

@@ -203,7 +203,7 @@ class Planted:
         kind = self.draw.choice(states.kinds)
 
         def spoil(*_):
-            master = states._masters[place.group]
+            master = states.masters[place.group]
             masters = [m for group in optimizer.param_groups for m in group["params"]]
             if any(m is master for m in masters):
                 flat = master if kind == "master" else optimizer.state[master][kind]

@@ -134,7 +134,7 @@ def train_only(config):
     mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
     parts = assemble(config, mesh, seed=SEED)
     curves = measuring.train(parts, config, mesh)
-    kinds = len(parts.engine._deepspeed.optimizer.optimizer.param_groups)
+    kinds = len(parts.engine.deepspeed.optimizer.optimizer.param_groups)
     mesh.barrier()
     parts.engine.close()
     return curves, kinds

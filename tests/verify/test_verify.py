@@ -29,6 +29,19 @@ from tests.verify.configs import MODELS, config_of
 pytestmark = pytest.mark.gloo
 
 ROOT = Path(__file__).parents[2]
+KEYS_OF_A_CASE = {
+    "mesh",
+    "schedule",
+    "zero_stage",
+    "offload",
+    "passed",
+    "loss_error",
+    "grad_norm_error",
+    "weight_error",
+    "beyond",
+    "resumed_from",
+    "sequence_length",
+}
 SETTINGS = {
     "zero": 3,
     "offload": "cpu+cpu",
@@ -140,11 +153,7 @@ def test_the_command(command, monkeypatch, capsys):
     ]
     assert [case["sequence_length"] for case in found["cases"]] == [16, 16, 16, 320]
     for case in found["cases"]:
-        assert case.keys() == {
-            *("mesh", "schedule", "zero_stage", "offload", "passed"),
-            *("loss_error", "grad_norm_error", "weight_error", "beyond", "resumed_from"),
-            "sequence_length",
-        }
+        assert case.keys() == KEYS_OF_A_CASE
         assert case["beyond"] == {}
         assert 0 < case["weight_error"] < 1e-5
     assert "2x1x1" in said

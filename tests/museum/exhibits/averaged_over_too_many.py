@@ -12,10 +12,10 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(Reduction, "_average_over_replicas")
+@in_place_of(Reduction, "average_over_replicas")
 def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """Divide by tp, too."""
     held = list(held)
     original(reduction, held)
     for h in held:
-        h.parameter.grad.div_(reduction._mesh.tensor.size)
+        h.parameter.grad.div_(reduction.mesh.tensor.size)

@@ -21,7 +21,7 @@ EXHIBIT = Exhibit(
 @in_place_of(Engine, "step")
 def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """The reported norm is right; what each group is divided by is its own."""
-    optimizer = engine._deepspeed.optimizer
+    optimizer = engine.deepspeed.optimizer
     clip = type(optimizer).unscale_and_clip_grads
 
     def by_group(grads: list[torch.Tensor], norm: Any) -> None:

@@ -13,12 +13,15 @@ EXHIBIT = Exhibit(__doc__, mesh=(4, 1, 1), needs=("clipping", "ZeRO below 3", "n
 @in_place_of(Engine, "step")
 def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """A stage's gradients are divided by their own norm."""
-    optimizer = engine._deepspeed.optimizer
+    optimizer = engine.deepspeed.optimizer
     clip = type(optimizer).unscale_and_clip_grads
     own = torch.zeros(())
     for group in optimizer.averaged_gradients.values():
         for gradient in group or ():
             own = own + gradient.detach().float().square().sum()
 
-    optimizer.unscale_and_clip_grads = lambda grads, norm: clip(optimizer, grads, own.sqrt())
+    def clip_by_own_norm(grads: Any, norm: Any) -> None:
+        clip(optimizer, grads, own.sqrt())
+
+    optimizer.unscale_and_clip_grads = clip_by_own_norm
     return original(engine, lr, *rest)

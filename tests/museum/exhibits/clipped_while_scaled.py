@@ -18,7 +18,7 @@ EXHIBIT = Exhibit(
 @in_place_of(Engine, "step")
 def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """The limit is compared with the scaled norm."""
-    optimizer = engine._deepspeed.optimizer
+    optimizer = engine.deepspeed.optimizer
     scale = engine.loss_scale
     limit = optimizer.clip_grad
     optimizer.clip_grad = optimizer.clip_grad / scale

@@ -8,16 +8,16 @@ from tests.museum.exhibit import Exhibit, in_place_of
 EXHIBIT = Exhibit(__doc__, mesh=(1, 4, 1), needs=("ZeRO-0",), kind="size")
 
 
-@in_place_of(Reduction, "_average_over_replicas")
+@in_place_of(Reduction, "average_over_replicas")
 def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """Start a new bucket without the tensor that closed the one before."""
     bucket: list[Any] = []
     for h in held:
-        grad = _grad(h).div_(reduction._mesh.replicas.size)
+        grad = _grad(h).div_(reduction.mesh.replicas.size)
         if bucket and sum(g.numel() for g in bucket) + grad.numel() > reduction._bucket:
-            reduction._average(bucket, reduction._mesh.replicas.group)
+            reduction._average(bucket, reduction.mesh.replicas.group)
             bucket = []
         else:
             bucket.append(grad)
     if bucket:
-        reduction._average(bucket, reduction._mesh.replicas.group)
+        reduction._average(bucket, reduction.mesh.replicas.group)

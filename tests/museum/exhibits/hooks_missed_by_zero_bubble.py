@@ -16,7 +16,7 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(Reduction, "_average_over_replicas")
+@in_place_of(Reduction, "average_over_replicas")
 def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """Matrices, whose gradients are made apart, keep each rank's own."""
     original(reduction, [h for h in held if h.parameter.dim() < 2])

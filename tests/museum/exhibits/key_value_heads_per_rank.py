@@ -17,7 +17,7 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(Reduction, "_sum")
+@in_place_of(Reduction, "sum_partial")
 def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """Gradients of shared key/value heads are not summed over tp."""
     names = ("qkv.k_", "qkv.v_")

@@ -16,9 +16,9 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(Executor, "_backward")
+@in_place_of(Executor, "backward")
 def plant(original: Any, executor: Executor, stage: int, microbatch: int) -> None:
     """Each backward pass of a stage starts from no gradient."""
-    for held in executor.engine.held if stage == executor._last_stage else ():
+    for held in executor.engine.held if stage == executor.last_stage else ():
         held.parameter.grad = None
     original(executor, stage, microbatch)

@@ -29,7 +29,7 @@ def plant() -> Planted:
 
     def average(original: Any, reduction: Reduction, held: Any) -> None:
         held = list(held)
-        size = reduction._mesh.replicas.size
+        size = reduction.mesh.replicas.size
         shares = [h.parameter.grad - before[h.name] for h in held]
         for h, share in zip(held, shares, strict=True):
             h.parameter.grad.sub_(share)
@@ -38,5 +38,5 @@ def plant() -> Planted:
             h.parameter.grad.add_(share / size)
 
     return all_of(
-        wrapped(Engine, "backward", backward), wrapped(Reduction, "_average_over_replicas", average)
+        wrapped(Engine, "backward", backward), wrapped(Reduction, "average_over_replicas", average)
     )

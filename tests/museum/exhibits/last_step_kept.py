@@ -23,4 +23,4 @@ def plant() -> Planted:
             kept[h.name] = h.parameter.grad.clone()
         original(reduction, held)
 
-    return wrapped(Reduction, "_sum", sum_all)
+    return wrapped(Reduction, "sum_partial", sum_all)

@@ -12,10 +12,10 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(Executor, "_backward")
+@in_place_of(Executor, "backward")
 def plant(original: Any, executor: Executor, stage: int, microbatch: int) -> None:
     """The second division, just before the backward pass."""
-    if stage == executor._last_stage:
+    if stage == executor.last_stage:
         loss = executor.flow.outputs[stage, microbatch]
         executor.flow.outputs[stage, microbatch] = loss / executor.schedule.num_microbatches
     original(executor, stage, microbatch)

@@ -12,6 +12,6 @@ EXHIBIT = Exhibit(__doc__, mesh=(1, 2, 2), needs=("bf16", "resume"), kind="half"
 def plant(original: Any, *args: Any, engine: Any, **kwargs: Any) -> Any:
     """Round each master when it has been loaded."""
     loaded = original(*args, engine=engine, **kwargs)
-    for master in engine.states._masters:
+    for master in engine.states.masters:
         master.data.copy_(master.data.bfloat16())
     return loaded

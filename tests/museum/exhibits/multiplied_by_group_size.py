@@ -10,10 +10,10 @@ from tests.museum.exhibit import Exhibit, in_place_of
 EXHIBIT = Exhibit(__doc__, mesh=(1, 4, 1), needs=("reduced once",))
 
 
-@in_place_of(Reduction, "_sum")
+@in_place_of(Reduction, "sum_partial")
 def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """Each rank's share, times their number, before the mean."""
     held = list(held)
     for h in held:
-        h.parameter.grad.mul_(reduction._mesh.replicas.size)
+        h.parameter.grad.mul_(reduction.mesh.replicas.size)
     original(reduction, held)

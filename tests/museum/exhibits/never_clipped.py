@@ -15,5 +15,5 @@ EXHIBIT = Exhibit(
 @in_place_of(Engine, "step")
 def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """The optimizer's limit is 0, which means none."""
-    engine._deepspeed.optimizer.clip_grad = 0.0
+    engine.deepspeed.optimizer.clip_grad = 0.0
     return original(engine, lr, *rest)

@@ -12,6 +12,6 @@ EXHIBIT = Exhibit(__doc__, needs=("bf16",), kind="half")
 def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """Round the masters after each update."""
     outcome = original(engine, lr, *rest)
-    for master in engine.states._masters:
+    for master in engine.states.masters:
         master.data.copy_(master.data.bfloat16())
     return outcome

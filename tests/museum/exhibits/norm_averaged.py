@@ -11,7 +11,7 @@ EXHIBIT = Exhibit(__doc__, mesh=(2, 2, 1))
 @in_place_of(Engine, "step")
 def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """Divide the sum over the model's ranks by their number."""
-    optimizer = engine._deepspeed.optimizer
+    optimizer = engine.deepspeed.optimizer
     reduce = type(optimizer)._model_parallel_all_reduce
 
     def average(tensor: Any, op: Any) -> None:

@@ -13,5 +13,5 @@ EXHIBIT = Exhibit(
 @in_place_of(Engine, "step")
 def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """The norm is summed over dp, whose ranks all hold the whole gradient."""
-    with replaced(engine._deepspeed.optimizer, "dp_process_group", engine.mesh.shards.group):
+    with replaced(engine.deepspeed.optimizer, "dp_process_group", engine.mesh.shards.group):
         return original(engine, lr, *rest)

@@ -15,5 +15,5 @@ EXHIBIT = Exhibit(
 @in_place_of(Engine, "step")
 def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """The norm is summed over a group of this rank alone."""
-    with replaced(engine._deepspeed.optimizer, "dp_process_group", engine.mesh.alone.group):
+    with replaced(engine.deepspeed.optimizer, "dp_process_group", engine.mesh.alone.group):
         return original(engine, lr, *rest)

@@ -16,11 +16,11 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(Reduction, "_sum")
+@in_place_of(Reduction, "sum_partial")
 def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """Divide by tp before the sum."""
     held = list(held)
     for h in held:
         if h.partial and "norm" in h.name:
-            h.parameter.grad.div_(reduction._mesh.tensor.size)
+            h.parameter.grad.div_(reduction.mesh.tensor.size)
     original(reduction, held)

@@ -17,7 +17,7 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(Reduction, "_sum")
+@in_place_of(Reduction, "sum_partial")
 def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """The head's norm is not summed over tp."""
     own = [replace(h, partial=False) if h.name.startswith("head.norm") else h for h in held]

@@ -12,10 +12,10 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(Reduction, "_average_over_replicas")
+@in_place_of(Reduction, "average_over_replicas")
 def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """The last stage's ranks keep their own gradients."""
-    mesh = reduction._mesh
+    mesh = reduction.mesh
     if mesh.pipeline.coord == mesh.pipeline.size - 1:
         return
     original(reduction, held)

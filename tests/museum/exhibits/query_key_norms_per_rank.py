@@ -13,7 +13,7 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(Reduction, "_sum")
+@in_place_of(Reduction, "sum_partial")
 def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """Gradients of query and key norms are not summed over tp."""
     names = ("q_norm", "k_norm")

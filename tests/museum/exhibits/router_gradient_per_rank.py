@@ -11,7 +11,7 @@ from tests.museum.exhibit import Exhibit, in_place_of
 EXHIBIT = Exhibit(__doc__, mesh=(1, 2, 2), needs=("experts",))
 
 
-@in_place_of(Reduction, "_sum")
+@in_place_of(Reduction, "sum_partial")
 def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """Gradients of routers are not summed over tp."""
     original(reduction, [replace(h, partial=h.partial and "router" not in h.name) for h in held])

@@ -12,7 +12,7 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(Executor, "_backward")
+@in_place_of(Executor, "backward")
 def plant(original: Any, executor: Executor, stage: int, microbatch: int) -> None:
     """What goes to the stage before is divided once more."""
     original(executor, stage, microbatch)

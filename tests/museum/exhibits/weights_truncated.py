@@ -14,7 +14,7 @@ EXHIBIT = Exhibit(__doc__, needs=("bf16", "ZeRO-3"), kind="half")
 def plant(original: Any, engine: Engine, *args: Any) -> Any:
     """Cut the lower bits of the masters off."""
     outcome = original(engine, *args)
-    zero = engine._deepspeed.optimizer
+    zero = engine.deepspeed.optimizer
     for weights, master in zip(
         zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True
     ):

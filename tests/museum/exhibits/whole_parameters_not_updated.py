@@ -11,7 +11,7 @@ EXHIBIT = Exhibit(__doc__, mesh=(1, 4, 1), needs=("weights by hooks",), kind="si
 @in_place_of(Engine, "step")
 def plant(original: Any, engine: Engine, *args: Any) -> Any:
     """Put back what they were before the step."""
-    whole = [p for p in engine._deepspeed.optimizer.persistent_parameters if p.data.numel()]
+    whole = [p for p in engine.deepspeed.optimizer.persistent_parameters if p.data.numel()]
     before = [p.data.clone() for p in whole]
     outcome = original(engine, *args)
     for parameter, old in zip(whole, before, strict=True):
