@@ -46,7 +46,8 @@ def rows(text: str, without: frozenset[str] = frozenset()) -> str:
 def untimed(text: str, without: frozenset[str] = frozenset()) -> str:
     """Return a text without times, and without the settings of `without` and their descriptions."""
     for name in without:
-        text = re.sub(rf'"{name}": [^,{{}}]*, ', "", text)  # among the defaults of its block
+        # Among the defaults of its block, and in lists of names.
+        text = re.sub(rf'"{name}": [^,{{}}]*, |\b{name}, ', "", text)
     lines: list[str] = []
     left_out_from: int | None = None  # the indentation of the line that named a setting
     for line in text.splitlines():
