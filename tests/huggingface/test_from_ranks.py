@@ -202,8 +202,8 @@ def test_the_same_weights_are_the_same_bytes_from_every_mesh(config, tmp_path):
     size = config.mesh.pp * config.mesh.dp * config.mesh.tp
     run_locally(save_as_started, size, config.to_dict(), str(tmp_path), timeout=60)
     for name in [*layout.files, "config.json", "generation_config.json", INDEX]:
-        found = (tmp_path / "weights" / name).read_bytes()
-        assert found == (tmp_path / "alone" / name).read_bytes(), name
+        written = (tmp_path / "weights" / name).read_bytes()
+        assert written == (tmp_path / "alone" / name).read_bytes(), name
     saved = read(tmp_path / "weights", config.model)
     assert saved.keys() == whole.keys()
     assert all(torch.equal(saved[name], value) for name, value in whole.items())

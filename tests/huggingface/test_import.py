@@ -79,9 +79,9 @@ def test_types_stay_and_what_is_superfluous_goes(tmp_path):
     save_tokenizer(train_tokenizer(["words and words"], 300), folder)
     proof = import_folder(folder, tmp_path / "out")
     assert proof.ok and proof.left_out == ()
-    found = load_file(tmp_path / "out/model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[n], value) for n, value in tensors.items())
+    imported = load_file(tmp_path / "out/model.safetensors")
+    assert imported.keys() == tensors.keys()
+    assert all(torch.equal(imported[n], value) for n, value in tensors.items())
     assert (tmp_path / "out/tokenizer.json").is_file()
 
 

@@ -42,16 +42,16 @@ def test_rank_0_keeps_the_store_until_all_have_heard_that_it_has_spoken(tmp_path
 
 def sums_on_rank(rank, sizes):
     """The sum over each mesh's longest axis; at each a rank comes first that was last before."""
-    found = []
+    sums = []
     for turn, size in enumerate(sizes):
         if rank == turn % 2:
             time.sleep(0.1)
         mesh = Mesh(**sizes_of(size)._asdict())
         total = torch.tensor([1.0 + rank])
         dist.all_reduce(total, group=(mesh.pipeline if size[0] == 2 else mesh.tensor).group)
-        found.append(total.item())
+        sums.append(total.item())
         mesh.close()
-    return found
+    return sums
 
 
 def test_ranks_that_have_parted_join_again():

@@ -1,4 +1,4 @@
-"""The mesh on real ranks: coordinates, groups, transfers, time-outs, and how a process is found."""
+"""The mesh on real ranks: coordinates, groups, transfers, time-outs, and how a process finds its place."""
 
 import os
 import time
@@ -34,7 +34,7 @@ VARIABLES = [
 
 
 def places_on_rank(rank, sizes):
-    found = []
+    places = []
     for size in sizes:
         mesh = Mesh(**sizes_of(size)._asdict())
         peers = {role: getattr(mesh, role) for role in ROLES}
@@ -52,21 +52,21 @@ def places_on_rank(rank, sizes):
         mesh.set_timeouts(50)
         timed = [*(own.group for own in peers.values()), *([] if ends is None else [ends])]
         timeouts = {g._get_backend(mesh.device).options._timeout.seconds for g in timed}
-        said = mesh.picture(), mesh.backend, timeouts
-        found.append((groups, joined, coords, lengths, sums, said))
+        settings = mesh.picture(), mesh.backend, timeouts
+        places.append((groups, joined, coords, lengths, sums, settings))
         mesh.barrier()
-    return found
+    return places
 
 
 def owners_on_rank(rank, cases):
     """The ranks of the roles that ep sets, mesh by mesh."""
-    found = []
+    owners = []
     for size, ep in cases:
         mesh = Mesh(**sizes_of(size)._asdict(), ep=ep)
         roles = ("experts", "expert_replicas", "whole_model", "model")
-        found.append({role: mesh.peers(role).ranks for role in roles})
+        owners.append({role: mesh.peers(role).ranks for role in roles})
         mesh.barrier()
-    return found
+    return owners
 
 
 def test_ranks_that_divide_experts():
@@ -105,7 +105,7 @@ def test_places(sizes):
     for number, size in enumerate(sizes):
         grid = np.arange(world).reshape(sizes_of(size))
         for rank in range(world):
-            groups, ends, coords, lengths, sums, said = results[rank][number]
+            groups, ends, coords, lengths, sums, settings = results[rank][number]
             p, d, c, t = (int(i[0]) for i in np.where(grid == rank))
             assert groups == {
                 "pipeline": grid[:, d, c, t].tolist(),
@@ -126,7 +126,7 @@ def test_places(sizes):
             assert sums == {role: sum(2**r for r in ranks) for role, ranks in groups.items()}
             owners = sorted({int(grid[0, d, c, t]), int(grid[-1, d, c, t])})
             assert ends == (owners if p in (0, size[0] - 1) and len(owners) == 2 else None)
-            assert said == (draw_mesh(grid.tolist()), "gloo", {50})
+            assert settings == (draw_mesh(grid.tolist()), "gloo", {50})
 
 
 def transfers_on_rank(rank):
@@ -333,5 +333,5 @@ def gathered_and_scattered_on_rank(rank, samples):
 @pytest.mark.parametrize("samples", [1, 2])
 def test_torch_does_not_warn_of_an_older_name(samples):
     """Several samples' collectives are one call of torch, which knows them by these names."""
-    for found in run_locally(gathered_and_scattered_on_rank, 2, samples):
-        assert found == ([[1.0, 1.0, 2.0, 2.0]] * samples, 0.0, [[0.0], [1.0]])
+    for gathered in run_locally(gathered_and_scattered_on_rank, 2, samples):
+        assert gathered == ([[1.0, 1.0, 2.0, 2.0]] * samples, 0.0, [[0.0], [1.0]])

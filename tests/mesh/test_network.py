@@ -221,12 +221,12 @@ def test_two_hosts_whose_names_are_127_0_1_1(two_hosts, as_before):
     finally:
         for rank in ranks:
             rank.kill()
-    said = [rank.communicate() for rank in ranks]
+    outputs = [rank.communicate() for rank in ranks]
     if as_before:
-        assert any("timed out connecting" in err for _, err in said), said
+        assert any("timed out connecting" in err for _, err in outputs), outputs
         return
     everyone = [f"node{node} {local}" for node in range(2) for local in range(2)]
-    for place, (out, err) in enumerate(said):
+    for place, (out, err) in enumerate(outputs):
         interface = f"p3d{place // 2}"
         assert out, err
         assert json.loads(out) == [everyone, [interface, f"={interface}"]]

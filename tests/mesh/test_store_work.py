@@ -67,7 +67,7 @@ def test_a_few_operations_whatever_the_world(sizes, rank, monkeypatch):
         {join._START: b"", "arbiter": b"[]", "ranks that know their interface": b"%d" % world}
     )
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)  # as `_meet` does
+        monkeypatch.setenv(name, value)  # as `meet` does
     monkeypatch.setattr(join, "meet", lambda launch, patience: store)
     monkeypatch.setattr(join, "choose_backend", lambda device: "fake")
 

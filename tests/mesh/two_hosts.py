@@ -29,9 +29,9 @@ def main():
     if as_before:
         join.interface_of = find_none
     mesh = Mesh(dp=2, tp=2)
-    said = mesh.messages.gather_texts(f"{socket.gethostname()} {local}", aside=True)
+    places = mesh.messages.gather_texts(f"{socket.gethostname()} {local}", aside=True)
     names = [os.environ.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL")]
-    print(json.dumps([said, names]), flush=True)
+    print(json.dumps([places, names]), flush=True)
     os._exit(0)
 
 

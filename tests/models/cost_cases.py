@@ -87,6 +87,10 @@ def _cases(family, full):
         layers = models.layers(config_of(row))
         kinds = {(layer.build, layer.cost): i for i, layer in reversed([*enumerate(layers)])}
         for i in kinds.values():
-            place = "first" if i == 0 else "last" if i == len(layers) - 1 else "middle"
+            place = "middle"
+            if i == 0:
+                place = "first"
+            elif i == len(layers) - 1:
+                place = "last"
             recompute = row["recompute"] if place == "middle" else NONE
             yield Case(layers[i], *row["mesh"], recompute, place)

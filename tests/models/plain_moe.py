@@ -161,7 +161,8 @@ class Plain:
         for own, picked in zip(shares.chunk(parts), chosen.chunk(parts), strict=True):
             loads = torch.bincount(picked.flatten(), minlength=experts) / (len(own) * k)
             self.pool.append((loads, own.mean(0)))
-            value = value + (not is_pooled) * experts * (loads * own.mean(0)).sum() / parts
+            if not is_pooled:
+                value = value + experts * (loads * own.mean(0)).sum() / parts
         z = torch.logsumexp(logits, -1).square().mean()
         self.values[layer] = {"balance": value, "z": z}
         self.side = self.side + c.router_aux_loss_coef * value + c.router_z_loss_coef * z

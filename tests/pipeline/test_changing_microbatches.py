@@ -38,7 +38,7 @@ def noting(make, made, count):
 
 
 def train_on_rank(rank, cases, reference):
-    found = []
+    results = []
     for case in cases:
         trainer = Trainer(case)
         executor = trainer.executor
@@ -52,9 +52,9 @@ def train_on_rank(rank, cases, reference):
             losses.append(sum(row[0] for row in mesh.messages.gather_floats([local])))
             norms.append(trainer.engine.step(trainer.lr).grad_norm)
         curves = losses, norms
-        found.append((differences(trainer.parts, trainer.config, curves, reference), made))
+        results.append((differences(trainer.parts, trainer.config, curves, reference), made))
         trainer.close()
-    return found
+    return results
 
 
 def test_against_one_process(tmp_path):
@@ -68,8 +68,8 @@ def test_against_one_process(tmp_path):
     reference = train_reference(config, tmp_path, Course(steps, rates, steps[-1]))
     ranks = run_locally(train_on_rank, 2, CASES, reference)
     for number, case in enumerate(CASES):
-        found, made = zip(*(rank[number] for rank in ranks), strict=True)
-        errors = errors_of(case.config, found)
+        measured, made = zip(*(rank[number] for rank in ranks), strict=True)
+        errors = errors_of(case.config, measured)
         assert errors.within(1e-6), f"{case}: {errors}"
         assert all(counts == [2, 6] for counts in made), made
 
@@ -86,6 +86,6 @@ def fail_on_rank(rank, case):
 
 def test_a_number_that_cannot_be_is_refused_on_every_rank():
     case = Case(mesh=(2, 1, 1), schedule="zb_v", stages_per_rank=2, steps=1, batch=8)
-    said = run_locally(fail_on_rank, 2, case)
-    assert said[0] == said[1]
-    assert "2 microbatches do not fill a V of 2 ranks" in said[0]
+    messages = run_locally(fail_on_rank, 2, case)
+    assert messages[0] == messages[1]
+    assert "2 microbatches do not fill a V of 2 ranks" in messages[0]

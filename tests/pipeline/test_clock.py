@@ -18,19 +18,19 @@ BACKWARD = Action(Op.B, 0, 0)
 
 def test_a_device_tells_its_own_times(monkeypatch):
     """Work is queued at once, and done 10 s later; the host asks when all of it is queued."""
-    said = []
+    calls = []
     done = iter([10.0, 10.5, 10.5, 11.5, 12.0])
 
     class Event:
         def __init__(self, device, enable_timing):
-            said.append("event")
+            calls.append("event")
             assert enable_timing
 
         def record(self):
             self.at = next(done)
 
         def synchronize(self):
-            said.append(f"wait for {self.at}")
+            calls.append(f"wait for {self.at}")
 
         def elapsed_time(self, other):
             return 1e3 * (other.at - self.at)
@@ -42,7 +42,7 @@ def test_a_device_tells_its_own_times(monkeypatch):
         with device.measuring(action):
             pass
     started, ended, spans = device.spans()
-    assert said == ["event"] * 5 + ["wait for 12.0"]
+    assert calls == ["event"] * 5 + ["wait for 12.0"]
     assert before <= started <= time.time() and ended == pytest.approx(started + 2.0)
     assert spans == [Span(FORWARD, 0.0, 0.5), Span(BACKWARD, 0.5, 1.5)]
 

@@ -1,4 +1,4 @@
-"""Every schedule file found, run for real at several sizes: the numbers of one process of PyTorch.
+"""Run every schedule file for real at several sizes: the numbers of one process of PyTorch.
 
 Sizes with several stages on a rank, or all of them on one, are where a stage hands over to itself.
 """
@@ -107,7 +107,7 @@ def train_all_on_rank(rank, cases, references):
         evaluator_holds = counting(evaluator)
         start = evaluator.run(trainer.batches()[0])
         holds = counting(trainer.executor)
-        found = trainer.compare(reference)
+        measured = trainer.compare(reference)
         left = [
             len(held)
             for e in (trainer.executor, evaluator)
@@ -123,7 +123,7 @@ def train_all_on_rank(rank, cases, references):
         coord = trainer.mesh.pipeline.coord
         at_most = max(peak_in_flight(trainer.executor.schedule)[coord], 1)
         memory = coord, at_most, holds, evaluator_holds, sum(left)
-        results.append((found, start, memory))
+        results.append((measured, start, memory))
         trainer.close()
     return results
 
@@ -152,9 +152,9 @@ def test_against_one_process(name, pp, few):
     assert todo or name not in SHIPPED, "no size is valid"
     if not todo:
         pytest.skip(f"on {pp} ranks: {why_not(name, pp, LIKE_NCCL, 1)}")
-    found = few_of_each(pp) if few else train_all(todo)
+    results = few_of_each(pp) if few else train_all(todo)
     for case in todo:
-        trained, starts, memory = zip(*found[case], strict=True)
+        trained, starts, memory = zip(*results[case], strict=True)
         errors = errors_of(case.config, trained)
         assert errors.within(1e-5), f"{case}: {errors}"
         tokens, labels, _ = next(batches(case.config))

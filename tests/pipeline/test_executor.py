@@ -270,7 +270,9 @@ def curves(mesh=(1, 1, 1), checkpointing="none", schedule="gpipe"):
     models = (DROPOUT, DROPOUT | {"attn_pdrop": 0.0}, {})
     settings = {"mesh": mesh, "checkpointing": checkpointing, "schedule": schedule}
     cases = [Case(batch=16, model=model, **settings) for model in models]
-    return [found[:2] for found in run_locally(train_each_on_rank, cases[0].world_size, cases)[0]]
+    return [
+        numbers[:2] for numbers in run_locally(train_each_on_rank, cases[0].world_size, cases)[0]
+    ]
 
 
 def train_each_on_rank(rank, cases):

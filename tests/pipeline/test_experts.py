@@ -164,19 +164,19 @@ def train_on_rank(rank, cases, references):
     for case, reference in zip(cases, references, strict=True):
         trainer = Trainer(case)
         executor = trainer.executor
-        found = []
+        side_losses = []
         run = trainer.executor.run
 
-        def noted(batch, step, run=run, executor=executor, found=found):
+        def noted(batch, step, run=run, executor=executor, side_losses=side_losses):
             loss = run(batch, step)
-            found.append({n: v.tolist() for n, v in executor.side_losses.items() if v.dim()})
+            side_losses.append({n: v.tolist() for n, v in executor.side_losses.items() if v.dim()})
             return loss
 
         executor.run = noted
         errors = trainer.compare(reference)
         share = microbatches(next(batches(trainer.config)), trainer.config, trainer.mesh)
         trainer.evaluator.run(share)
-        results.append((errors, found))
+        results.append((errors, side_losses))
         trainer.close()
     return results
 
@@ -188,8 +188,8 @@ def check(cases, folder, tolerance=1e-5):
         train_on_rank, size, cases, [reference for reference, _ in references], timeout=300
     )
     for number, (case, (_, loads)) in enumerate(zip(cases, references, strict=True)):
-        found, side = zip(*(rank[number] for rank in ranks), strict=True)
-        errors = errors_of(case.config, found)
+        measured, side = zip(*(rank[number] for rank in ranks), strict=True)
+        errors = errors_of(case.config, measured)
         assert errors.within(tolerance), f"{case}: {errors}"
         _, dp, cp, tp = sizes_of(case.mesh)
         for step, expected in enumerate(loads):

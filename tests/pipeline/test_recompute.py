@@ -40,16 +40,16 @@ ON_FOUR = [
 
 def train_on_rank(rank, cases):
     """Losses, gradient norms and weights of each case."""
-    found = []
+    results = []
     for case in cases:
         trainer = Trainer(case)
         numbers = []
         for step, batch in enumerate(trainer.batches()):
             numbers.append(float(trainer.executor.run(batch, step)))
             numbers.append(trainer.engine.step(trainer.lr).grad_norm)
-        found.append((numbers, [weight.clone() for *_, weight in trainer.weights()]))
+        results.append((numbers, [weight.clone() for *_, weight in trainer.weights()]))
         trainer.close()
-    return found
+    return results
 
 
 def check(groups):
@@ -62,10 +62,10 @@ def check(groups):
             cases += [plain, *(replace(plain, checkpointing=way) for way in ways)]
             cases.append(replace(cases[-1], changes=OFFLOADED))
             plain_of += [first] * (len(cases) - first)
-        for found in run_locally(train_on_rank, ranks, cases, timeout=300) if cases else ():
-            for case, first, (numbers, weights) in zip(cases, plain_of, found, strict=True):
-                assert numbers == found[first][0], case
-                assert all(map(torch.equal, weights, found[first][1])), case
+        for results in run_locally(train_on_rank, ranks, cases, timeout=300) if cases else ():
+            for case, first, (numbers, weights) in zip(cases, plain_of, results, strict=True):
+                assert numbers == results[first][0], case
+                assert all(map(torch.equal, weights, results[first][1])), case
 
 
 def test_the_same_bits_on_two_ranks():

@@ -70,7 +70,7 @@ def trained_on_rank(rank, case):
 
 def inside(events, kind):
     """The index of the backward (0, 1, ...) within which each event of a kind came; else None."""
-    found = []
+    reductions = []
     number = -1
     is_open = False
     for name, what in events:
@@ -80,8 +80,8 @@ def inside(events, kind):
         elif name == "done":
             is_open = False
         elif name == kind:
-            found.append((number if is_open else None, what))
-    return found
+            reductions.append((number if is_open else None, what))
+    return reductions
 
 
 def check(case):

@@ -106,11 +106,11 @@ def train_on_rank(rank, cases, reference):
             return loss
 
         executor.run = noted
-        found = trainer.compare(reference)
+        measured = trainer.compare(reference)
         share = microbatches(next(batches(trainer.config)), trainer.config, mesh)
         trainer.evaluator.run(share)
         left = len(executor.flow.side_losses) + len(trainer.evaluator.flow.side_values)
-        results.append((found, side, left))
+        results.append((measured, side, left))
         trainer.close()
     return results
 
@@ -121,8 +121,8 @@ def check(cases, reference, tolerance=1e-6):
     (size,) = {case.world_size for case in cases}
     ranks = run_locally(train_on_rank, size, cases, expected, timeout=300)
     for number, case in enumerate(cases):
-        found, side, left = zip(*(rank[number] for rank in ranks), strict=True)
-        errors = errors_of(case.config, found)
+        measured, side, left = zip(*(rank[number] for rank in ranks), strict=True)
+        errors = errors_of(case.config, measured)
         assert errors.within(tolerance), f"{case}: {errors}"
         assert not any(left), case
         _, dp, tp = case.mesh

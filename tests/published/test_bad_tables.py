@@ -64,7 +64,7 @@ def validate(
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["case"] for case in CASES])
-def test_a_bad_row_is_left_out_by_line_and_reason(tmp_path: Path, case: dict[str, str]) -> None:
+def test_bad_row_is_skipped_with_line_and_reason(tmp_path: Path, case: dict[str, str]) -> None:
     path = tmp_path / "table.csv"
     path.write_text(text_of([good(), changed(case["cells"])]), encoding="utf-8")
     rows, left_out = read(path)
@@ -74,7 +74,7 @@ def test_a_bad_row_is_left_out_by_line_and_reason(tmp_path: Path, case: dict[str
     assert "\n" not in left_out[0].reason
 
 
-def test_all_bad_rows_together_abort_no_validation(
+def test_bad_rows_do_not_abort_a_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "table.csv"
@@ -92,7 +92,7 @@ def test_all_bad_rows_together_abort_no_validation(
     )
 
 
-def test_what_is_missing_is_asked_for_once_per_column(
+def test_missing_cells_are_requested_once_per_column(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "table.csv"
@@ -117,7 +117,7 @@ def test_what_is_missing_is_asked_for_once_per_column(
     assert err.count("sequences of a microbatch on one data-parallel rank") == 1
 
 
-def test_what_a_row_says_in_words_is_understood(tmp_path: Path) -> None:
+def test_cells_in_words_are_understood(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     own = "source_id=mine program=torchtitan tp=1 dp=8 n_gpus=8 "
     rows = [
@@ -162,7 +162,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_bad_file_is_one_message(
+def test_bad_table_gives_one_message(
     tmp_path: Path,
     name: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -177,7 +177,7 @@ def test_a_bad_file_is_one_message(
 
 
 @pytest.mark.parametrize("place", ["nowhere.csv", ".", "a\0b", "/dev/zero"])
-def test_a_file_that_is_none_is_one_message(
+def test_invalid_file_gives_one_message(
     tmp_path: Path,
     place: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -196,7 +196,7 @@ def test_a_file_that_is_none_is_one_message(
         ("," * (len(NAMES) - 1), "the row is empty"),
     ],
 )
-def test_a_row_of_another_length_is_left_out(tmp_path: Path, row: str, says: str) -> None:
+def test_row_of_another_length_is_skipped(tmp_path: Path, row: str, says: str) -> None:
     path = tmp_path / "table.csv"
     path.write_text(f"{GOOD}{row}\n\n", encoding="utf-8")  # a blank line is none
     rows, left_out = read(path)
@@ -207,7 +207,7 @@ def test_a_row_of_another_length_is_left_out(tmp_path: Path, row: str, says: str
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_what_spreadsheets_write_is_read(
+def test_files_of_spreadsheets_are_read(
     tmp_path: Path, encoding: str, delimiter: str, end: str
 ) -> None:
     path = tmp_path / "table.csv"
@@ -218,6 +218,6 @@ def test_what_spreadsheets_write_is_read(
 
 
 @pytest.mark.parametrize("name", ["fsdp9", "", "DeepSpeed"])
-def test_an_unknown_program_is_refused_before_any_row(name: str) -> None:
+def test_unknown_program_is_refused_before_any_row(name: str) -> None:
     with pytest.raises(ConfigError, match=r'--program = ".*" is not described; write one of: "'):
         read(SAMPLE, name)

@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs/planner/validation.md"
 SHOWN = ("mean_error", "worst_error", "bias", "constant_mean_error")
 
 
-def test_the_sizes_are_those_that_are_published() -> None:
+def test_sizes_equal_the_published_ones() -> None:
     rows, left_out = read(EXPERTS)
     assert len(rows) == 15 and len(left_out) == 3
     billions = {"Qwen3_30B_a3B": (30.532, 3.353), "Qwen3_235B_a22B": (235.094, 22.191)}
@@ -42,7 +42,7 @@ def test_the_sizes_are_those_that_are_published() -> None:
     ("line", "tflops", "tokens", "layers", "width"),
     [(2, 699, 30376, 48, 32 * 128), (3, 974, 6583, 94, 64 * 128)],
 )
-def test_flops_count_what_a_token_uses(
+def test_flops_count_only_the_experts_of_a_token(
     line: int, tflops: float, tokens: float, layers: int, width: int
 ) -> None:
     """NVIDIA prints both rates; its attention has only the half that is not masked."""
@@ -52,7 +52,7 @@ def test_flops_count_what_a_token_uses(
     assert own == pytest.approx(tflops * 1e12 / tokens, rel=0.005)
 
 
-def test_they_change_no_figure_of_the_other_runs(tmp_path: Path) -> None:
+def test_expert_rows_change_no_figure_of_other_runs(tmp_path: Path) -> None:
     """Two sources in one table: the lines above are those of the table without experts."""
     dense = tmp_path / "dense.csv"
     both = tmp_path / "both.csv"
@@ -75,7 +75,7 @@ def test_they_change_no_figure_of_the_other_runs(tmp_path: Path) -> None:
     assert mixed["rows"][: len(alone["rows"])] == alone["rows"]
 
 
-def test_the_page_has_the_errors_of_today() -> None:
+def test_page_shows_the_current_errors() -> None:
     lines = validate(EXPERTS)["experts"]
     page = PAGE.read_text(encoding="utf-8")
     names = ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "all")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.pure
 SAMPLE = Path(__file__).with_name("published_sample.csv")
 
 
-def test_the_development_runs_are_the_rows_of_the_fits_digests() -> None:
+def test_development_rows_match_the_digests_of_the_fits() -> None:
     lines: dict[str, list[str]] = defaultdict(list)
     for run in development():
         lines[run.group].append(f"{run.source}:{run.line}:{run.seconds:.6g}")
@@ -28,7 +28,7 @@ def test_the_development_runs_are_the_rows_of_the_fits_digests() -> None:
     }
 
 
-def test_a_run_is_the_row_that_it_is_of() -> None:
+def test_run_keeps_the_identity_of_its_row() -> None:
     rows = {(row.source, row.model, row.seconds): row for row in read(SAMPLE)[0]}
     row = rows["megatron_sc21_t1", "GPT-18.4B", next(k[2] for k in rows if k[1] == "GPT-18.4B")]
     run = RunFigures.of(row)
@@ -42,7 +42,7 @@ def test_a_run_is_the_row_that_it_is_of() -> None:
     assert run.efficiency == pytest.approx(135 / 312 * 0.75, rel=0.03)
 
 
-def test_seconds_are_those_at_the_neighbours_mean_efficiency() -> None:
+def test_predicted_seconds_use_the_mean_efficiency_of_the_neighbours() -> None:
     run = development()[0]
     # Four runs of another group at 0.1, 0.2, 0.4 and 0.9 of the peak; the last is far away.
     others = [
@@ -56,12 +56,12 @@ def test_seconds_are_those_at_the_neighbours_mean_efficiency() -> None:
     assert Lookup("b", others).seconds(run) is None
 
 
-def test_a_group_of_ones_own_may_know_all_development_runs() -> None:
+def test_new_group_may_use_all_development_runs() -> None:
     assert len(Lookup("a group of yours").runs) == 504
     assert {run.group for run in Lookup("vtrain").runs} == set(fits.seen_by("vtrain"))
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_written_rows_are_read_back(tmp_path: Path) -> None:
     rows = [row for row in read(SAMPLE)[0] if row.seconds is not None]
     write(rows, tmp_path / "development.csv")
     text = (tmp_path / "development.csv").read_text().splitlines()

@@ -33,7 +33,7 @@ def sample() -> dict[tuple[str, str], PublishedRun]:
     return rows
 
 
-def test_hardware_flops_are_undone_by_equation_3_of_megatron() -> None:
+def test_hardware_flops_are_converted_by_equation_3_of_megatron() -> None:
     row = sample()["megatron_sc21_t1", "GPT-18.4B"]
     batch = 1024
     seq = 2048
@@ -59,7 +59,7 @@ def test_model_flops_do_not_count_recomputation() -> None:
     assert row.seconds == pytest.approx(3 * batch * seq * forward / (192 * 489.1e12))
 
 
-def test_tokens_a_second_and_seconds_are_taken_before_flops() -> None:
+def test_tokens_per_second_and_seconds_take_precedence_over_flops() -> None:
     rows = sample()
     foundry = rows["llm_foundry", "MPT-7b"]
     assert foundry.measured == "tokens/s of a device"
@@ -78,7 +78,7 @@ def test_nanotron_counts_attention_in_full_against_989_teraflops() -> None:
     assert row.seconds == pytest.approx(3 * forward * 256 * 4096 / (8 * 0.4668 * 989e12))
 
 
-def test_parameters_come_out_as_the_sources_state_them() -> None:
+def test_parameter_counts_equal_those_of_the_sources() -> None:
     stated = {
         ("megatron_sc21_t1", "GPT-145.6B"): 145.6,
         ("megatron_core_h100_weak", "7.1B"): 7.1,  # only without tied embeddings
@@ -92,13 +92,13 @@ def test_parameters_come_out_as_the_sources_state_them() -> None:
         assert rows[key].setting.num_params / 1e9 == pytest.approx(billions, rel=0.01), key
 
 
-def test_what_blanks_were_filled_with_is_noted() -> None:
+def test_filled_blanks_are_noted() -> None:
     row = sample()["megatron_core_h100_weak", "16B"]
     assert "micro_batch = 4" in row.notes and "recompute = none" in row.notes
     assert any("published config" in note for note in sample()["olmo_core", "Llama3 8B"].notes)
 
 
-def test_every_row_is_used_or_left_out_with_a_reason() -> None:
+def test_every_row_is_used_or_skipped_with_a_reason() -> None:
     rows, left_out = read_sample()
     lines = [row.line for row in rows] + [out.line for out in left_out]
     with SAMPLE.open() as file:
@@ -111,7 +111,7 @@ def test_every_row_is_used_or_left_out_with_a_reason() -> None:
     assert [row.seconds for row in oom] == [None]
 
 
-def test_clusters_are_not_the_vendors_machines() -> None:
+def test_clusters_differ_from_the_machines_of_vendors() -> None:
     jean_zay = sample()["bigscience_gpt2_v100", "GPT-52B"].hardware
     assert jean_zay.devices_per_node and jean_zay.devices_per_node.value == 4
     assert jean_zay.network and jean_zay.network.one_ring
@@ -131,7 +131,7 @@ def test_programs_differ_within_a_source() -> None:
     }
 
 
-def test_an_undescribed_source_needs_a_program(tmp_path: Path) -> None:
+def test_unknown_source_requires_a_program(tmp_path: Path) -> None:
     table = edited(tmp_path, lambda cells: cells.update(source_id="mine", notes=""))
     assert "the program that ran" in next(o.reason for o in read(table)[1] if o.source == "mine")
     row = next(row for row in read(table, "megatron core")[0] if row.source == "mine")
@@ -142,7 +142,7 @@ def test_an_undescribed_source_needs_a_program(tmp_path: Path) -> None:
     assert described.setting.software is programs.FSDP2
 
 
-def test_optional_columns_state_what_is_otherwise_assumed(tmp_path: Path) -> None:
+def test_optional_columns_replace_assumptions(tmp_path: Path) -> None:
     def state(cells: dict[str, str]) -> None:
         cells |= {"program": "NeMo", "network_gbps": "100", "attention_kernel": "Flash-Attention 2"}
         cells |= {"pp": "4", "dp": "8", "virtual_stages": "3"}
@@ -167,7 +167,7 @@ def test_optional_columns_state_what_is_otherwise_assumed(tmp_path: Path) -> Non
         ("Qwen2.5-7B", "tiktoken", 152064),
     ],
 )
-def test_a_vocabulary_in_words_or_blank_is_that_of_the_architecture(
+def test_vocabulary_in_words_or_blank_is_that_of_the_architecture(
     tmp_path: Path, model: str, words: str, entries: int
 ) -> None:
     sizes = {"source_id": "mine", "model_name": model, "vocab": words, "params_b": ""}
@@ -179,7 +179,7 @@ def test_a_vocabulary_in_words_or_blank_is_that_of_the_architecture(
 
 
 @pytest.mark.parametrize(("billions", "family"), [("6.74", "llama"), ("5.2", "gpt")])
-def test_the_parameters_tell_the_family_of_an_unknown_name(
+def test_number_of_parameters_selects_the_family_of_an_unknown_name(
     tmp_path: Path, billions: str, family: str
 ) -> None:
     sizes = {
@@ -200,7 +200,7 @@ def test_the_parameters_tell_the_family_of_an_unknown_name(
     assert row.setting.num_params / 1e9 == pytest.approx(float(billions), rel=0.03)
 
 
-def test_a_blank_number_format_is_one_that_the_chip_has(tmp_path: Path) -> None:
+def test_blank_number_format_is_one_of_the_chip(tmp_path: Path) -> None:
     change = {"source_id": "mine", "precision": "", "gpu": "V100-SXM2-32GB", "params_b": ""}
     path = edited(tmp_path, lambda cells: cells.update(change, measured_tflops_per_gpu="50"))
     row = next(row for row in read(path, "Megatron-LM 2021")[0] if row.source == "mine")
@@ -221,7 +221,7 @@ def edited(folder: Path, change: Callable[[dict[str, str]], None]) -> Path:
 
 
 @pytest.mark.slow
-def test_the_whole_table_is_read() -> None:
+def test_whole_table_is_read() -> None:
     if not SHARED.exists():
         pytest.skip(f"{SHARED} is not there")
     rows, left_out = read(SHARED)

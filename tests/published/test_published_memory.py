@@ -184,12 +184,12 @@ def rows(tmp_path_factory):
             # What the memory is compared for needs no speed, but a row does.
             speed = {} if fact.get("notes") == "OOM" else {"measured_iter_time_s": 10.0}
             writer.writerow(fact | speed)
-    found, left_out = published.read(path)
+    rows, left_out = published.read(path)
     assert not left_out
-    return found
+    return rows
 
 
-def test_memory_is_that_of_published_runs(rows):
+def test_memory_agrees_with_published_runs(rows):
     report = published_memory.validate_memory(rows)
     assert report["rows"] == 10 and report["mean_error"] < 0.1 and report["worst_error"] < 0.2
     assert len(report["sources"]) == 3
@@ -199,7 +199,7 @@ def test_memory_is_that_of_published_runs(rows):
         assert compared is None or abs(compared.error()) < 0.2, row
 
 
-def test_what_ran_out_of_memory_does_not_fit_and_would_on_a_larger_device(rows):
+def test_runs_out_of_memory_do_not_fit_except_on_a_larger_device(rows):
     lost = [row for row in rows if row.out_of_memory]
     assert len(lost) == 4 and not any(map(published_memory.fits, lost))
     report = published_memory.validate_memory(rows)
@@ -209,7 +209,7 @@ def test_what_ran_out_of_memory_does_not_fit_and_would_on_a_larger_device(rows):
 
 
 @pytest.mark.slow
-def test_the_whole_table():
+def test_memory_errors_of_the_whole_table():
     if not TABLE.exists():
         pytest.skip(f"{TABLE} is not there: only the facts in this file were checked")
     report = published_memory.validate_memory(TABLE)
@@ -221,7 +221,7 @@ def test_the_whole_table():
     )  # the docs say so
 
 
-def test_the_allocator_share_is_not_fitted_on_the_group_it_is_judged_on(rows):
+def test_allocator_share_is_fitted_without_the_judged_group(rows):
     """A group whose measurements are all doubled moves the others' share, never its own."""
     before = published_memory.validate_memory(rows)["allocator"]
     doubled = [
@@ -254,7 +254,7 @@ def parts_of(holds, **changes):
     return program_memory.parts_of(run, holds)
 
 
-def test_states_by_hand():
+def test_bytes_of_states_equal_those_by_hand():
     """ZeRO, arXiv:1910.02054, section 3.1: 2 + 2 + 12 bytes a parameter, 12 of them divided."""
     parameters = 14 * (12 * 1024**2 + 13 * 1024) + (51200 + 1024) * 1024 + 2 * 1024
     (parts,) = parts_of(Holds(fixed=7, bucket=2))
@@ -273,7 +273,7 @@ def test_states_by_hand():
     assert [p["gathered"] for p in pipeline] == [p["gradients"] for p in pipeline]
 
 
-def test_layers_are_placed_as_the_programs_place_them():
+def test_layers_are_placed_as_by_the_programs():
     model = model_of(layers_of(GPT))
     equal = program_memory.stages_of(model, 4, "equal", 1024)
     assert [len(stage) for stage in equal] == [5, 4, 3, 4]  # with the embedding, and the head

@@ -40,11 +40,11 @@ KEYS = {
 }
 
 
-def test_regret_is_what_the_favourite_costs_over_the_fastest() -> None:
+def test_regret_is_the_extra_cost_of_the_favourite_over_the_fastest() -> None:
     def choice(task: str, mesh: int, way: int, predicted: float, measured: float) -> Choice:
         return Choice(task, mesh, way, predicted, measured)
 
-    found = regrets(
+    costs = regrets(
         [
             choice("right", 1, 1, 5, 10),
             choice("right", 2, 2, 6, 12),
@@ -55,18 +55,18 @@ def test_regret_is_what_the_favourite_costs_over_the_fastest() -> None:
             choice("one mesh", 1, 2, 5, 20),
         ]
     )
-    assert found == pytest.approx([0.0, 0.25])  # (12 + 13) / 2 over 10
+    assert costs == pytest.approx([0.0, 0.25])  # (12 + 13) / 2 over 10
 
 
-def test_the_constant_is_that_of_the_other_groups_of_a_device() -> None:
+def test_constant_is_the_mean_of_other_groups_on_the_device() -> None:
     runs = [("a", "x", 0.5), ("b", "x", 0.2), ("b", "x", 0.8), ("c", "x", 0.1), ("c", "y", 0.3)]
-    found = constants(runs)
-    assert found["a", "x"] == pytest.approx((0.4 * 0.1) ** 0.5)  # groups weigh equally
-    assert found["c", "x"] == pytest.approx((0.5 * 0.4) ** 0.5)
-    assert found["c", "y"] == pytest.approx((0.5 * 0.4) ** 0.5)  # nobody else has a y
+    efficiency = constants(runs)
+    assert efficiency["a", "x"] == pytest.approx((0.4 * 0.1) ** 0.5)  # groups weigh equally
+    assert efficiency["c", "x"] == pytest.approx((0.5 * 0.4) ** 0.5)
+    assert efficiency["c", "y"] == pytest.approx((0.5 * 0.4) ** 0.5)  # nobody else has a y
 
 
-def test_each_group_has_curves_that_never_saw_it() -> None:
+def test_curves_of_a_group_are_fitted_without_it() -> None:
     everything = fits.seen_by(None)
     assert len(everything) == 11
     for group in everything:
@@ -79,7 +79,7 @@ def test_each_group_has_curves_that_never_saw_it() -> None:
 
 
 @pytest.mark.slow
-def test_digests_are_of_the_rows_in_the_table() -> None:
+def test_digests_match_the_rows_of_the_table() -> None:
     if not SHARED.exists():
         pytest.skip(f"{SHARED} is not there")
     pytest.importorskip("scipy")
@@ -95,10 +95,10 @@ def test_rows_are_predicted_with_the_curves_of_their_group() -> None:
     def without(group: str) -> Curves:
         return asked.setdefault(group, Curves(matmul=1 / (2 + len(asked))))
 
-    found = outcomes(rows, without, lambda setting, hardware, curves: curves.matmul)
+    judged = outcomes(rows, without, lambda setting, hardware, curves: curves.matmul)
     assert len(asked) > 5
-    assert {o.predicted for o in found} == {c.matmul for c in asked.values()}
-    assert all(o.predicted == asked[o.row.group].matmul for o in found)
+    assert {o.predicted for o in judged} == {c.matmul for c in asked.values()}
+    assert all(o.predicted == asked[o.row.group].matmul for o in judged)
 
 
 @pytest.fixture(scope="module", params=["shallow", pytest.param("whole", marks=pytest.mark.slow)])
@@ -121,7 +121,7 @@ def report_of(table: Path) -> dict[str, Any]:
     return validate(table)
 
 
-def test_the_report_has_the_keys_that_scripts_rely_on(table: Path) -> None:
+def test_report_has_the_published_keys(table: Path) -> None:
     report = report_of(table)
     assert set(report) == {
         "sources",
@@ -175,8 +175,8 @@ def test_every_figure_follows_from_the_rows(table: Path) -> None:
             )
         for name, work in (("rank_correlation", 1), ("flops_rank_correlation", flops)):
             several = len(own) > 2 and len(set(work / measured)) > 1
-            found = spearman(work / predicted, work / measured) if several else None
-            line[name] = None if found is None or np.isnan(found) else found
+            correlation = spearman(work / predicted, work / measured) if several else None
+            line[name] = None if correlation is None or np.isnan(correlation) else correlation
         regrets = []
         for task in {row["task"] for row in own}:
             same = [row for row in own if row["task"] == task]
@@ -203,7 +203,7 @@ def test_every_figure_follows_from_the_rows(table: Path) -> None:
         assert counted == {"rows": filled.total(), "values": dict(filled)}
 
 
-def test_one_row_that_the_planner_refuses_aborts_nothing() -> None:
+def test_row_refused_by_the_planner_aborts_nothing() -> None:
     rows = [row for row in read(SAMPLE)[0] if row.source == "llm_foundry"]
     refused: list[LeftOut] = []
 
@@ -212,8 +212,8 @@ def test_one_row_that_the_planner_refuses_aborts_nothing() -> None:
             raise ConfigError("hardware: has no such figure")
         return 1.0
 
-    found = outcomes(rows, fits.without, predict, refused)
-    assert [outcome.row.line for outcome in found] == [row.line for row in rows[1:]]
+    judged = outcomes(rows, fits.without, predict, refused)
+    assert [outcome.row.line for outcome in judged] == [row.line for row in rows[1:]]
     assert [(out.line, out.reason) for out in refused] == [
         (rows[0].line, "hardware: has no such figure")
     ]
@@ -236,7 +236,7 @@ def test_no_figure_is_cut_at_any_width(table: Path, width: int) -> None:
     assert all(any(text.startswith(name) for text in lines) for name in names)
 
 
-def test_the_marks_hold_on_transcribed_rows(table: Path) -> None:
+def test_accuracy_goals_hold_on_transcribed_rows(table: Path) -> None:
     sources = report_of(table)["sources"]
     groups = report_of(table)["groups"]
     t1, t2, core = (10, 12, 9) if table == SAMPLE else (7, 9, 8)
@@ -287,14 +287,14 @@ def test_the_docs_show_what_the_command_prints() -> None:
 
 
 @pytest.mark.slow
-def test_the_marks_hold_on_the_whole_table() -> None:
+def test_accuracy_goals_hold_on_the_whole_table() -> None:
     if not SHARED.exists():
         pytest.skip(f"{SHARED} is not there")
     rows, _ = read(SHARED)
-    found = outcomes(rows, fits.without)
+    judged = outcomes(rows, fits.without)
 
     def line(*groups: str) -> dict[str, Any]:
-        return summary([o for o in found if o.row.group in groups])
+        return summary([o for o in judged if o.row.group in groups])
 
     assert line("llm_foundry")["mean_error"] <= 0.12
     assert line("nvidia")["mean_error"] <= 0.12

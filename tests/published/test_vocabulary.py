@@ -24,7 +24,7 @@ def test_every_program_is_found_by_its_own_name_in_any_spelling() -> None:
     assert programs.names("Megatron-LM").startswith('"Megatron-LM 2021", "Megatron-Core"')
 
 
-def test_sixteen_bits_in_words_are_the_format_of_the_chip() -> None:
+def test_16_bits_in_words_mean_the_format_of_the_chip() -> None:
     for text in ("mixed (16-bit)", "16 bits", "half precision"):
         assert vocabulary.precision_of(text, "fp16") == "fp16"
         assert vocabulary.precision_of(text, "bf16") == "bf16"
@@ -43,7 +43,7 @@ def test_sixteen_bits_in_words_are_the_format_of_the_chip() -> None:
         ("bf16-mixed", "bf16"),
     ],
 )
-def test_of_several_number_formats_the_narrowest_is_the_products(text: str, precision: str) -> None:
+def test_narrowest_of_several_formats_is_that_of_the_products(text: str, precision: str) -> None:
     assert vocabulary.precision_of(text) == precision
 
 
@@ -86,14 +86,12 @@ def test_attention_kernels_in_words(text: str, attention: str, hopper: bool) -> 
         ("torchtitan (torch.compile)", "eager", "eager"),
     ],
 )
-def test_the_class_of_a_program_is_what_the_row_says(
-    program: str, kernels: str, expected: str
-) -> None:
+def test_class_of_a_program_is_read_from_the_row(program: str, kernels: str, expected: str) -> None:
     cells = {"program": program, "kernels": kernels, "attention_kernel": ""}
     assert vocabulary.with_kernels(programs.NANOTRON, cells).kernels == expected
 
 
-def test_an_unknown_class_is_refused() -> None:
+def test_unknown_class_is_refused() -> None:
     cells = {"program": "", "kernels": "quick", "attention_kernel": ""}
     with pytest.raises(UnusableRow, match='kernels = "quick" is not known; write eager, compiled'):
         vocabulary.with_kernels(programs.NANOTRON, cells)
@@ -147,7 +145,7 @@ def test_vocabularies_in_words(text: str, size: int | None) -> None:
     assert number_in(text) == size
 
 
-def test_notes_that_deny_adapters_leave_nothing_out() -> None:
+def test_notes_that_deny_adapters_skip_no_row() -> None:
     vocabulary.refuse_adapters(
         {"notes": "full training, no LoRA; not frozen", "source_ref": "LoRA"}
     )

@@ -70,13 +70,13 @@ def rows_of(page):
     return {unescape(name): list(map(unescape, cells)) for name, *cells in rows}
 
 
-def test_the_page_of_two_runs_is_whole_in_one_file(tmp_path, command):
+def test_page_of_two_runs_is_one_complete_file(tmp_path, command):
     first = run_in(tmp_path / "first", meshes=("1x2x2", "2x1x2"))
     changes = {"optimizer.params.lr": 2e-3, "parallel3d.train.seed": 7}
     second = run_in(tmp_path / "a<b>", speed=2000.0, **changes)
-    code, said = command(first, second, "--json")
+    code, printed = command(first, second, "--json")
     plots = {path.stem: path.read_bytes() for path in (first / "report").iterdir()}
-    assert code == DONE and json.loads(said.out) == {
+    assert code == DONE and json.loads(printed.out) == {
         "page": str(first / "report.html"),
         "plots": ["loss", "memory", "rates", "speed"],
     }
@@ -102,7 +102,7 @@ def test_the_page_of_two_runs_is_whole_in_one_file(tmp_path, command):
     assert page.count("is not measured yet; run `parallel3d plan --calibrate` first") == 2
 
 
-def test_restarts_stand_where_training_went_on(tmp_path):
+def test_restarts_are_shown_at_their_steps(tmp_path):
     run = runs.read(run_in(tmp_path / "run", meshes=("1x2x2", "1x2x2", "2x1x2"), steps=9))
     assert run.restarts() == [(3 * 1024, ""), (6 * 1024, "2×1×2")]
     with runs.style() as plt:
@@ -115,7 +115,7 @@ def test_restarts_stand_where_training_went_on(tmp_path):
         plt.close(figure)
 
 
-def test_what_is_measured_is_of_the_newest_launch(tmp_path):
+def test_measurements_are_those_of_the_newest_launch(tmp_path):
     folder = run_in(tmp_path / "run", meshes=("1x2x2", "2x1x2"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:-1]]
     for line in lines[5:]:
@@ -132,7 +132,7 @@ def test_what_is_measured_is_of_the_newest_launch(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_plan_stands_beside_what_was_measured(tmp_path, device):
+def test_plan_is_shown_beside_the_measurements(tmp_path, device):
     """Memory as it was counted: resident on a CPU, in torch's allocator on a GPU."""
     offload = {"zero_optimization.offload_optimizer": {"device": "cpu"}}
     run = runs.read(run_in(tmp_path / "run", device=device, **{"bf16.enabled": True}, **offload))
@@ -151,7 +151,7 @@ def test_the_plan_stands_beside_what_was_measured(tmp_path, device):
 @pytest.mark.parametrize(
     ("own", "recognised"), [("A100-SXM4-80GB", None), ("auto", "A100-SXM4-80GB")]
 )
-def test_hardware_whose_speed_in_fp32_is_unknown_makes_no_plan(tmp_path, own, recognised):
+def test_hardware_of_unknown_fp32_speed_has_no_plan(tmp_path, own, recognised):
     folder = run_in(tmp_path / "run", **{"parallel3d.run.hardware": own})
     launch = {"event": "launch", "step": 0, "mesh": "2x1x2", "device": "cuda"}
     end = {"event": "end", "step": 10, "peak_memory_bytes": PEAKS}
@@ -165,7 +165,7 @@ def test_hardware_whose_speed_in_fp32_is_unknown_makes_no_plan(tmp_path, own, re
     assert rows_of(page)["fullest rank, MiB"] == ["500", ""]
 
 
-def test_text_of_checkpoints_is_escaped(tmp_path):
+def test_generated_text_is_escaped(tmp_path):
     run = runs.read(run_in(tmp_path / "run"))
     texts = {"after step 5": "if a < b:\n    return <1>", "after step 10": "print()"}
     page, _ = runs.page([run], ["none"], {"run": texts})
@@ -173,7 +173,7 @@ def test_text_of_checkpoints_is_escaped(tmp_path):
     assert {at: unescape(text) for at, text in shown.items()} == texts and "<1>" not in page
 
 
-def test_what_is_no_run_is_refused(tmp_path, command):
+def test_folder_without_a_run_is_refused(tmp_path, command):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "empty/config.json: No such file or directory; name the" in refusal(command, empty)
@@ -184,6 +184,6 @@ def test_what_is_no_run_is_refused(tmp_path, command):
 
 
 def refusal(command, *words):
-    code, said = command(*words)
-    assert code == BAD_INPUT and said.err.startswith("report: ") and not said.out
-    return said.err
+    code, printed = command(*words)
+    assert code == BAD_INPUT and printed.err.startswith("report: ") and not printed.out
+    return printed.err

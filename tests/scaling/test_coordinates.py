@@ -30,7 +30,7 @@ def measured(**powers):
     }
 
 
-def test_the_slope_is_the_power():
+def test_slope_equals_the_power():
     check = fit_slopes(measured(embedding=(0, 0.05, -0.25)))
     (layer,) = check.layers
     assert layer.slopes == pytest.approx({"start": 0, "trained": 0.05, "change": -0.25}, abs=1e-12)
@@ -44,7 +44,7 @@ def seeds_with(*powers):
     return {w: [{"embedding": of_seed[w]} for of_seed in sizes] for w in WIDTHS}
 
 
-def test_standard_errors_are_those_of_the_seeds():
+def test_standard_errors_come_from_the_seeds():
     """Standard errors by hand."""
     noisy = fit_slopes(seeds_with(0.02, 0.12, 0.22))
     assert noisy.layers[0].errors["change"] == pytest.approx(0.1 / 3**0.5)
@@ -52,14 +52,14 @@ def test_standard_errors_are_those_of_the_seeds():
     assert isnan(fit_slopes(seeds_with(0.12)).layers[0].errors["change"])  # of one seed
 
 
-def test_only_the_change_is_claimed_of_logits():
+def test_logits_are_judged_by_their_change():
     check = fit_slopes(measured(blocks_0=(0.1 - 1e-9, 0, 0), head_output=(-0.5, -0.3, 0.02)))
     assert [layer.flat for layer in check.layers] == [True, True] and check.passed
     assert not fit_slopes(measured(head_output=(0, 0, 0.11))).passed
 
 
 @pytest.mark.parametrize("power", [nan, -1e6])
-def test_what_is_no_number_is_not_flat(power):
+def test_nan_is_not_flat(power):
     check = fit_slopes(measured(embedding=(0, power, 0)))
     assert not check.passed
     printed = json.loads(json.dumps(finite(check.to_json()), allow_nan=False))

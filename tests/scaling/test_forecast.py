@@ -44,7 +44,7 @@ def test_isoflop_forecasts_the_best_run(stored):
     assert prediction.beyond == pytest.approx(10 / 3)
 
 
-def test_over_training_forecasts_long_runs(stored):
+def test_over_training_law_forecasts_long_runs(stored):
     law = {"E": 1.8, "a": 212.0, "b": 366.0, "eta": 0.136}
     params, ratio = (x.ravel() for x in np.meshgrid(np.geomspace(1e7, 1e9, 4), [5, 20, 80]))
     runs = points(params, ratio * params, OVER_TRAINING.loss(law, params, ratio * params))
@@ -56,7 +56,7 @@ def test_over_training_forecasts_long_runs(stored):
     )
 
 
-def test_repeated_tokens_are_forecast_at_their_worth(stored):
+def test_repeated_tokens_count_less_in_a_forecast(stored):
     params, unique, epochs = (
         a.ravel() for a in np.meshgrid([1e8, 1e9, 4e9], [1e9, 1e10], [1.0, 3, 10, 40])
     )
@@ -73,7 +73,7 @@ def test_repeated_tokens_are_forecast_at_their_worth(stored):
         forecast(fit, flops=1e20)
 
 
-def test_a_law_of_settings_tells_no_loss(stored):
+def test_law_of_settings_forecasts_no_loss(stored):
     sizes, rates = (a.ravel() for a in np.meshgrid([1e7, 1e8, 1e9], [1.0, 2.0, 4.0]))
     runs = points(sizes, 20 * sizes, 3 + np.log(rates / 2) ** 2)
     fit = stored(fit_best(runs, rates, "lr", draws=0, seed=0))
@@ -81,7 +81,7 @@ def test_a_law_of_settings_tells_no_loss(stored):
         forecast(fit, flops=1e20)
 
 
-def test_what_is_no_forecast_is_not_registered_or_read(stored, tmp_path):
+def test_invalid_forecast_is_neither_registered_nor_read(stored, tmp_path):
     fit = stored(fit_law(chinchilla(sizes=5), PARAMETRIC, SQUARES, draws=0, brief=True))
     none = Forecast(flops=1e20, params=1e9, tokens=1.6e10, loss=None, intervals={}, beyond=1.0)
     with pytest.raises(ConfigError, match="has no law of the loss"):

@@ -28,7 +28,7 @@ def isoflop(runs, method="akima", draws=0):
 
 
 @pytest.mark.parametrize("method", ["akima", "parabola"])
-def test_the_exponent_of_isoflop_profiles(method):
+def test_exponent_of_isoflop_profiles_is_recovered(method):
     fitted = isoflop(chinchilla(sizes=15), method)
     assert fitted.optimal["N"] == pytest.approx(TRUTH, abs=2e-3)
     assert fitted.optimal["N"] + fitted.optimal["D"] == pytest.approx(1)
@@ -39,7 +39,7 @@ def test_the_exponent_of_isoflop_profiles(method):
     assert held["worst_error"] < 1e-3
 
 
-def test_akima_finds_the_best_size_that_a_wide_parabola_misses():
+def test_akima_finds_the_best_size_missed_by_a_parabola():
     """Lopsided profiles, sizes over a factor of 900; the bias that is printed is the true one."""
     law = CHINCHILLA | {"alpha": 0.6, "beta": 0.2, "A": 30_000.0}
     flops = np.repeat(np.geomspace(1e18, 1e21, 5), 17)
@@ -59,7 +59,7 @@ def test_akima_finds_the_best_size_that_a_wide_parabola_misses():
     assert isoflop(runs, "parabola").optimal["N"] - 0.25 == pytest.approx(bias["N_exponent"])
 
 
-def test_a_budget_whose_best_size_is_not_bracketed_is_left_out_by_name():
+def test_budget_without_a_bracketed_minimum_is_skipped_by_name():
     runs = chinchilla(sizes=9, budgets=4)
     cheapest = np.flatnonzero(np.isclose(runs.flops, runs.flops.min(), rtol=1e-3))
     cut = runs.take(np.setdiff1d(np.arange(len(runs)), cheapest[:6]))
@@ -71,7 +71,7 @@ def test_a_budget_whose_best_size_is_not_bracketed_is_left_out_by_name():
         isoflop(runs.take(np.isclose(runs.flops, runs.flops.min(), rtol=1e-3)))
 
 
-def test_the_envelope_is_of_the_runs_that_no_cheaper_one_beats():
+def test_envelope_has_the_runs_that_no_cheaper_one_beats():
     runs = points([1, 2, 3, 4, 5, 6], [1] * 6, [9.0, 8.0, 8.5, 7.0, 7.0, 6.0])
     assert [best.params for best in envelope(runs)] == [2, 4, 6]
     fitted = fit_frontier(chinchilla(sizes=15), "envelope", "akima", SQUARES, draws=20, seed=0)
@@ -89,7 +89,7 @@ def test_weights_of_a_power_law_are_inverse_squares():
     assert heavy.exponents[0] == pytest.approx(0.5 + np.log10(5) / 3, rel=1e-4)
 
 
-def test_intervals_of_a_power_law_are_those_of_a_linear_regression():
+def test_intervals_of_a_power_law_equal_linear_regression():
     from scipy.stats import linregress, t
 
     x = np.geomspace(1e18, 1e20, 5)
@@ -106,7 +106,7 @@ def test_intervals_of_a_power_law_are_those_of_a_linear_regression():
     assert np.isfinite(law_draws([x[:3]], y[:3] * [1, 1e9, 1], 2000, 0)).all()
 
 
-def test_the_best_learning_rate_as_a_power_of_size_and_length():
+def test_best_learning_rate_is_a_power_of_size_and_length():
     sizes, lengths = (a.ravel() for a in np.meshgrid([1e7, 1e8, 1e9], [1e9, 1e10, 1e11]))
     best = 1.8 * sizes**-0.7 * lengths**0.3
     steps = np.exp(np.array([-1.2, -0.4, 0.3, 0.9]))
@@ -125,7 +125,7 @@ def test_the_best_learning_rate_as_a_power_of_size_and_length():
     ]
 
 
-def test_repeats_decay_as_the_law_says():
+def test_value_of_repeats_decays_by_the_law():
     """Points made by the law's own formula, written out as in the paper."""
     params, unique, epochs = (
         a.ravel() for a in np.meshgrid([1e8, 1e9, 4e9], [1e9, 1e10], [1.0, 3, 10, 40])

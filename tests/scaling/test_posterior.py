@@ -20,7 +20,7 @@ KEYS = ("dataset", "hparams", "warmup", "decay", "param_count", "val")
 OTHER = {"E": 1.8, "A": 480.0, "B": 2100.0, "alpha": 0.35, "beta": 0.37}
 
 
-def test_a_law_without_noise_comes_back():
+def test_noiseless_law_is_recovered():
     flops = np.geomspace(1e18, 1e21, 6)
     law = posterior([BestLoss(c, 1.7 + 2000 * c**-0.17) for c in flops])
     estimates = {name: np.median(draws) for name, draws in law.parameters().items()}
@@ -30,7 +30,7 @@ def test_a_law_without_noise_comes_back():
     assert posterior([BestLoss(c, 1.7 + 0.01 * np.log(c)) for c in flops]) is None, "it rises"
 
 
-def test_the_posterior_is_that_of_a_sum_over_a_grid_of_laws():
+def test_posterior_equals_a_sum_over_a_grid_of_laws():
     """Bayes' rule written out, over a grid of E, A and gamma."""
     flops = np.geomspace(1e18, 1e20, 6)
     random = np.random.default_rng(0)
@@ -52,7 +52,8 @@ def test_the_posterior_is_that_of_a_sum_over_a_grid_of_laws():
         (y - offset - term * (c / flops[0]) ** -gamma) ** 2 / (0.4 * y**2)
         for c, y in zip(flops, losses, strict=True)
     )
-    weight = area * (squares + 0.3 * 1e-5) ** (-(6 + 0.3) / 2) * (offset > 0) * (term > 0)
+    weight = area * (squares + 0.3 * 1e-5) ** (-(6 + 0.3) / 2)
+    weight = np.where((offset > 0) & (term > 0), weight, 0.0)
     weight *= np.exp(-((np.log(gamma / 0.12) / 0.7) ** 2) / 2) / gamma
     for budget in (5e19, 1e22):  # not at a coordinate of the grid
         forecasts = offset + term * (budget / flops[0]) ** -gamma
@@ -64,7 +65,7 @@ def test_the_posterior_is_that_of_a_sum_over_a_grid_of_laws():
     assert exact[2] / exact[0] > 1.03
 
 
-def test_the_curve_of_a_budget_finds_its_lowest_loss():
+def test_curve_of_a_budget_has_its_minimum_at_the_best_size():
     """A distant size whose loss no cubic follows bends the curve far less than its equals."""
     random = np.random.default_rng(0)
     params = 1e8 * np.array([1 / 40, 1 / 20, 1 / 3, 1 / 2, 1 / 1.4, 1, 1.5, 2.2, 3, 25])
@@ -84,7 +85,7 @@ def test_the_curve_of_a_budget_finds_its_lowest_loss():
     assert np.std(np.log(many)) == pytest.approx(0.003 * np.sqrt(best.variance), rel=0.15)
 
 
-def test_a_run_off_the_frontier_has_the_surface_s_ratio():
+def test_run_off_the_frontier_has_the_ratio_of_the_surface():
     squares = Estimator("squares")
     fit = fit_law(ladder(CHINCHILLA, 1, 0.001), PARAMETRIC, squares, draws=20, brief=True)
     for params, tokens in ((3e9, 3e10), (3e8, 3e11)):
@@ -105,7 +106,7 @@ def test_a_run_off_the_frontier_has_the_surface_s_ratio():
     assert "the surface makes the forecast" in alone.warnings[0] and not alone.back_test
 
 
-def test_best_losses_that_fall_ever_faster_leave_the_forecast_to_the_surface():
+def test_forecast_uses_the_surface_if_losses_fall_ever_faster():
     """Budgets too small for a power law: all six bracket their best size, and no law has E > 0."""
     best = np.repeat([3.686, 3.497, 3.296, 3.076, 2.850, 2.648], 7)  # configs/ladders/cpu-forecast
     flops = np.repeat(2.57e10 * 2.08 ** np.arange(6), 7)
@@ -120,7 +121,7 @@ def test_best_losses_that_fall_ever_faster_leave_the_forecast_to_the_surface():
     assert "fewer than 4 budgets" not in warning
 
 
-def test_a_back_test_fits_only_what_came_before():
+def test_back_test_fits_only_earlier_budgets():
     bests, _ = losses_of(ladder(CHINCHILLA, 0), "isoflop")
     one, two = back_test(bests)  # the last three would leave three
     assert (one["fitted_on"], two["fitted_on"], two["points"]) == (5, 4, 2)
@@ -138,7 +139,7 @@ def test_a_back_test_fits_only_what_came_before():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("law", [CHINCHILLA, OTHER])
-def test_on_200_ladders_92_to_98_in_a_hundred_intervals_hold(law):
+def test_coverage_of_intervals_over_200_ladders_is_92_to_98_percent(law):
     """Of the best loss and of a run, at 10 times the largest budget."""
     params, tokens = PARAMETRIC.best(law, 1e21)
     truth = float(PARAMETRIC.loss(law, params, tokens))
@@ -153,7 +154,7 @@ def test_on_200_ladders_92_to_98_in_a_hundred_intervals_hold(law):
         assert 0.92 <= share <= 0.98, held
 
 
-def test_porian_s_best_runs_at_10_times_the_largest_fitted_budget():
+def test_best_runs_of_porian_at_10_times_the_fitted_budget():
     """arXiv:2406.19146, 15 ladders: each start of six or more budgets forecasts the later ones."""
     fits = json.loads(published("porian/published_fits.json").read_text())
     table = read(published("porian/isoflop_points.csv"))

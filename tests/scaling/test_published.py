@@ -32,13 +32,15 @@ def rows_where(table, keep):
 
 
 @pytest.mark.parametrize("dataset", ["c4_original", "rpj", "rw_original"])
-def test_gadre_to_the_printed_digits(dataset):
+def test_gadre_is_reproduced_to_the_printed_digits(dataset):
     """arXiv:2403.08540: five runs, least squares of the loss."""
     table = read(published("gadre/gadre_104_models.csv")).where([f"dataset={dataset}"])
 
     def fitted(row):
         length = float(row["chinchilla_multiplier"])
-        return (row["model"] in FOUR and length == 1) or (row["model"] == SMALLEST and length == 16)
+        if length == 1:
+            return row["model"] in FOUR
+        return length == 16 and row["model"] == SMALLEST
 
     named = {"params": "params", "tokens": "tokens", "loss": "loss_c4_val"}
     points = points_of(rows_where(table, fitted), named)
@@ -66,7 +68,7 @@ def configurations(rows):
     return rows_by_key
 
 
-def test_porian_exponents_to_four_digits():
+def test_porian_exponents_are_reproduced_to_four_digits():
     """arXiv:2406.19146: best sizes, weighted by 1 / n_log_std^2."""
     fits = json.loads(published("porian/published_fits.json").read_text())
     pairs = configurations(read(published("porian/optimal_pairs.csv")).rows)
@@ -82,14 +84,15 @@ def test_porian_exponents_to_four_digits():
 
 
 @pytest.mark.slow
-def test_porian_exponents_from_the_raw_points():
+def test_porian_exponents_are_reproduced_from_the_raw_points():
     """Akima's interpolation of each budget's points, and plain least squares: within 0.01."""
     fits = json.loads(published("porian/published_fits.json").read_text())
     table = read(published("porian/isoflop_points.csv"))
     for fit in (fit for fit in fits if fit["fit"] == "weighted"):
         rows = table.where([f"{key}={fit[key]}" for key in KEYS])
         points = points_of(rows, {"params": "n"})
-        bests = [best for profile in profiles(points) if (best := profile.least("akima"))]
+        minima = [profile.least("akima") for profile in profiles(points)]
+        bests = [best for best in minima if best]
         assert exponents(bests)["N_exponent"] == pytest.approx(fit["n_exponent"], abs=0.01)
 
 
@@ -103,7 +106,7 @@ def repeated():
     return points, base | {"alpha": law["alpha"], "beta": law["beta"]}
 
 
-def test_datablations_at_the_published_parameters(repeated):
+def test_datablations_law_at_the_published_parameters(repeated):
     points, base = repeated
     target = expected("datablations")
     assert len(points) == target["rows"]
@@ -118,7 +121,7 @@ def test_datablations_at_the_published_parameters(repeated):
 
 
 @pytest.mark.slow
-def test_datablations_has_a_better_optimum_than_the_published_one(repeated):
+def test_datablations_fit_is_better_than_the_published_one(repeated):
     points, base = repeated
     fitted = fit_decays(points, Estimator(), base, draws=0)
     target = expected("datablations")["global_min_of_same_objective"]

@@ -25,7 +25,7 @@ OTHER = CHINCHILLA | {"E": 0.4, "alpha": 0.6, "beta": 0.15}
         pytest.param("likelihood", CHINCHILLA, marks=pytest.mark.slow),
     ],
 )
-def test_a_parametric_law_without_noise_to_a_millionth(kind, law):
+def test_noiseless_parametric_law_is_recovered_to_a_millionth(kind, law):
     fitted = fit_law(chinchilla(law=law), PARAMETRIC, Estimator(kind), draws=0)
     for name, value in law.items():
         assert fitted.parameters[name] == pytest.approx(value, rel=1e-6), name
@@ -36,7 +36,7 @@ def test_a_parametric_law_without_noise_to_a_millionth(kind, law):
     assert fitted.diagnostics["held_out"]["worst_error"] < 1e-6
 
 
-def test_an_over_training_law_without_noise_to_a_millionth():
+def test_noiseless_over_training_law_is_recovered_to_a_millionth():
     law = GADRE
     params, ratio = (x.ravel() for x in np.meshgrid(np.geomspace(1e7, 1e9, 5), [5, 20, 80, 320]))
     flops = 6 * ratio * params**2
@@ -47,7 +47,7 @@ def test_an_over_training_law_without_noise_to_a_millionth():
         assert fitted.parameters[name] == pytest.approx(value, rel=1e-6), name
 
 
-def test_a_weight_is_the_inverse_square_of_the_standard_error():
+def test_weight_is_the_inverse_square_of_the_standard_error():
     runs = chinchilla(budgets=5, sizes=5)
     wrong = np.arange(25) % 4 == 0
     loss = runs.loss * np.where(wrong, 1.2, 1.0)
@@ -65,7 +65,7 @@ def test_a_weight_is_the_inverse_square_of_the_standard_error():
 
 
 @pytest.mark.parametrize(("law", "values"), [(PARAMETRIC, CHINCHILLA), (OVER_TRAINING, GADRE)])
-def test_the_best_size_of_a_budget_is_where_the_law_is_least(law, values):
+def test_best_size_of_a_budget_minimises_the_law(law, values):
     params, tokens = law.best(values, 1e21)
     assert 6 * params * tokens == pytest.approx(1e21)
     sizes = params * np.geomspace(0.5, 2, 2001)
@@ -75,7 +75,7 @@ def test_the_best_size_of_a_budget_is_where_the_law_is_least(law, values):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_of_forty_draws_85_to_100_in_a_hundred_intervals_hold():
+def test_coverage_of_intervals_over_forty_draws_is_above_85_percent():
     """The intervals hold the truth as often as they say."""
     shares = coverage(40, 200, Estimator())
     assert set(shares) == {*LAW, "N ~ C^"}
@@ -92,7 +92,7 @@ def theta_of(model, values):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["huber", "likelihood"])
-def test_the_optimum_is_one_by_another_method(kind):
+def test_optimum_agrees_with_another_method(kind):
     """No step of a simplex search from it leads down."""
     from scipy.optimize import minimize
 
@@ -116,7 +116,7 @@ def test_the_optimum_is_one_by_another_method(kind):
 
 
 @pytest.mark.parametrize("kind", ["huber", "likelihood", "squares"])
-def test_gradients_are_those_of_the_values(kind):
+def test_gradients_equal_finite_differences(kind):
     runs = chinchilla(noise=0.05)
     estimator = Estimator(kind)
     model = SumModel(PARAMETRIC, runs, log=kind != "squares")
@@ -129,7 +129,7 @@ def test_gradients_are_those_of_the_values(kind):
     assert gradient == pytest.approx(np.diff(values)[:, 0] / -2e-6, rel=1e-5, abs=1e-6)
 
 
-def test_the_likelihood_is_the_logarithm_of_a_density():
+def test_likelihood_is_the_logarithm_of_a_density():
     """Its integral over the residual is 1, and its scale the one of most likelihood."""
     from scipy.integrate import quad
 

@@ -54,13 +54,13 @@ FAULTS = [
 ]
 
 
-def test_a_sound_ladder_has_no_warnings():
+def test_sound_ladder_has_no_warnings():
     assert warnings(columns()) == []
     assert warnings(columns(np.arange(42) >= 7), "over-training") == []
 
 
 @pytest.mark.parametrize(("table", "words"), FAULTS)
-def test_each_fault_has_its_warning(table, words):
+def test_each_fault_gives_its_warning(table, words):
     lines = warnings(table)
     text = "\n".join(lines)
     assert all(word in text for word in words) and bool(lines) == bool(words), lines

@@ -54,7 +54,7 @@ def fit():
 
 
 @pytest.mark.slow
-def test_the_page_is_one_file_and_its_pictures_are_beside_it(fit, tmp_path):
+def test_page_is_one_file_with_pictures_beside_it(fit, tmp_path):
     path = report_page.write(fit, tmp_path, title="Law of <mine>")
     page = path.read_text()
     pictures = {file.stem: file.read_bytes() for file in (tmp_path / "report").iterdir()}
@@ -63,7 +63,7 @@ def test_the_page_is_one_file_and_its_pictures_are_beside_it(fit, tmp_path):
     assert_whole(page, fit, len(pictures))
 
 
-def test_the_page_has_all_that_was_chosen(fit):
+def test_page_names_all_choices_of_the_fit(fit):
     page = report_page.page(fit, "Law of <mine>", {"loss": (b"a PNG", "what it shows")}, None)
     assert_whole(page, fit, 1)
     assert "what it shows" in page
@@ -95,7 +95,7 @@ def assert_whole(page, fit, count):
     assert floor == pytest.approx(np.log(1.004) / np.sqrt(2), rel=1e-6)
 
 
-def test_settings_of_runs_take_the_place_of_what_a_table_does_not_say(fit):
+def test_settings_of_runs_replace_unknown_ones_of_tables(fit):
     page = report_page.page(fit, "", {}, {"warm-up, steps": "10, 20"})
     assert "warm-up, steps" in page and "10, 20" in page
     assert "document separately" not in page

@@ -21,7 +21,7 @@ SEQ = 16
 
 
 def write_run(folder, name, *, steps=10, reached=10, width=WIDTH, **last):
-    """A finished run, but for what is said otherwise."""
+    """Write a finished run; keywords replace its values."""
     model = {
         "family": "gpt",
         "hidden_size": width,
@@ -62,7 +62,7 @@ def error_of(value):
     return {"held_out": {"loss": 5.1, "standard_error": value, "tokens": 640, "documents": 9}}
 
 
-def test_a_run_gives_its_counts_tokens_and_loss(tmp_path):
+def test_run_is_read_with_parameters_tokens_and_loss(tmp_path):
     write_run(tmp_path, "small")
     table = read_runs(tmp_path)
     (row,) = table.rows
@@ -85,7 +85,7 @@ def test_a_run_gives_its_counts_tokens_and_loss(tmp_path):
     assert points.params[0] == blocks + head and points.standard_error is None
 
 
-def test_runs_without_an_end_are_left_out_by_name(tmp_path):
+def test_unfinished_runs_are_skipped_by_name(tmp_path):
     write_run(tmp_path, "done", validation=error_of(0.01))
     torn = write_run(tmp_path, "torn", validation=error_of(0.02))
     with (torn / "metrics.jsonl").open("a") as file:
@@ -110,13 +110,13 @@ def test_runs_without_an_end_are_left_out_by_name(tmp_path):
     assert "not finished" in reasons["stopped"]
 
 
-def test_standard_errors_are_read_where_all_runs_have_them(tmp_path):
+def test_standard_errors_are_read_if_all_runs_have_them(tmp_path):
     write_run(tmp_path, "a", validation=error_of(0.01))
     write_run(tmp_path, "b", width=64, validation=error_of(0.02))
     assert points_of(read_runs(tmp_path), {}).standard_error.tolist() == [0.01, 0.02]
 
 
-def test_settings_are_all_values_that_the_runs_had(tmp_path):
+def test_settings_list_all_values_of_the_runs(tmp_path):
     for steps in (1000, 200, 30):
         write_run(tmp_path, f"of-{steps}", steps=steps, reached=0)
     values = settings(tmp_path)
@@ -125,7 +125,7 @@ def test_settings_are_all_values_that_the_runs_had(tmp_path):
     assert values["learning-rate schedule"] == "constant" and values["seeds"] == "0"
 
 
-def test_a_folder_without_runs_is_refused(tmp_path):
+def test_folder_without_runs_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="has no finished runs; name a table"):
         read_runs(tmp_path)
     write_run(tmp_path, "stopped", reached=7)
@@ -133,7 +133,7 @@ def test_a_folder_without_runs_is_refused(tmp_path):
         read_runs(tmp_path)
 
 
-def test_a_ladders_own_count_of_its_corpus_tells_what_is_repeated(tmp_path):
+def test_corpus_size_of_a_ladder_gives_the_unique_tokens(tmp_path):
     for width in (16, 32, 48):
         for steps in (10, 20, 40, 80, 160):
             name = f"{width}-{steps}"

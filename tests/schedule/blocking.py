@@ -30,8 +30,12 @@ def runs_when_blocking(schedule: Schedule) -> bool:
         dy = ("dy", s, i)
         dw = ("dw", s, i)
         if op == "F":
-            gives = {("x", s + 1, i)} if s < last else {dy} if trains else set()
-            return {x}, gives | ({saved} if trains else set())
+            gives = {saved} if trains else set()
+            if s < last:
+                gives.add(("x", s + 1, i))
+            elif trains:
+                gives.add(dy)
+            return {x}, gives
         earlier = {("dy", s - 1, i)} if s else set()
         if op == "B":
             return {saved, dy}, earlier
@@ -41,7 +45,8 @@ def runs_when_blocking(schedule: Schedule) -> bool:
         op, s, i = action
         kind = op[-1]
         end = op[:4]
-        token = ("x", s + (end == "SEND"), i) if kind == "F" else ("dy", s - (end == "SEND"), i)
+        other = 1 if end == "SEND" else 0
+        token = ("x", s + other, i) if kind == "F" else ("dy", s - other, i)
         far = s + {"SENDF": 1, "RECVF": -1, "SENDB": -1, "RECVB": 1}[end + kind]
         return end, token, home[s], home[far] if 0 <= far <= last else -1
 

@@ -26,7 +26,7 @@ PROPERTIES = [
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_a_file_in_the_folder_is_tested_like_those_that_are_shipped(added, name) -> None:
+def test_added_schedule_passes_the_tests_of_shipped_ones(added, name) -> None:
     assert name in schedules.names() and len(PROPERTIES) >= 5
     for test in PROPERTIES:
         others = {"full": False, "backward": 0.75}

@@ -36,7 +36,7 @@ def sharded(name="breadth_first", sizes=(2, 4, 3), weights="per_pass"):
     return schedule, simulate(schedule, unit_cost)
 
 
-def test_a_wide_grid_is_cut_into_panels() -> None:
+def test_wide_grid_is_cut_into_panels() -> None:
     text = draw.text_grid(planned("interleaved", 4, 8, 2))
     assert max(map(len, text.splitlines())) <= 100
     panels = text.split("\n\n")
@@ -56,7 +56,7 @@ def test_measured_spans_are_drawn_like_planned_ones() -> None:
     assert lines[2].startswith("rank 1  ·········") and lines[2].endswith("···")
 
 
-def test_the_svg_has_a_box_for_each_compute() -> None:
+def test_svg_has_a_box_for_each_compute() -> None:
     root = ElementTree.fromstring(draw.figure([("a < b & c", planned("gpipe", 3, 4))]))
     titles = [element.text for element in root.iter(f"{SVG}title")]
     assert len(titles) == 3 * 4 * 2 and "0F0: 0 to 1" in titles
@@ -64,7 +64,7 @@ def test_the_svg_has_a_box_for_each_compute() -> None:
     assert {"a < b & c", "bubble 33.3%", "forward", "backward", "rank 2"} <= set(texts)
 
 
-def test_a_figure_has_its_panels_on_one_scale_of_time() -> None:
+def test_panels_of_a_figure_share_one_time_scale() -> None:
     short = planned("gpipe", 2, 2)
     long = planned("gpipe", 2, 4)
     root = ElementTree.fromstring(draw.figure([("short", short), ("long", long)]))
@@ -87,26 +87,26 @@ def boxes(spans):
     }
 
 
-def test_a_picture_has_a_box_for_each_gather_and_reduction_and_a_line_while_weights_are_held():
+def test_picture_shows_gathers_reductions_and_held_weights():
     schedule, spans = sharded()
-    found = boxes(spans)
+    box_by_title = boxes(spans)
     scale = (1000 - 72 - 24) / draw.seconds(spans)
-    rows = [found[f"{stage}F0: {at:g} to {at + 1:g}"][2] for stage, at in ((0, 1), (1, 2))]
+    rows = [box_by_title[f"{stage}F0: {at:g} to {at + 1:g}"][2] for stage, at in ((0, 1), (1, 2))]
     for coord, rank in enumerate(spans):
         assert draw.start(spans) == 0
         for action, start, end in rank:
             if action.op in (Op.GATHER, Op.REDUCE):
-                x, width, y = found[f"{action}: {start:g} to {end:g}"]
+                x, width, y = box_by_title[f"{action}: {start:g} to {end:g}"]
                 assert x == pytest.approx(72 + scale * start, abs=0.01)
                 assert width == pytest.approx(scale * (end - start), abs=0.01)
                 assert rows[coord] + 30 < y < rows[coord] + 30 + 3 * 7
-    lines = [title for title in found if "are held" in title]
+    lines = [title for title in box_by_title if "are held" in title]
     assert len(lines) == sum(a.op is Op.GATHER for p in schedule.programs for a in p) == 8
     # Each of a rank's stages in a lane of its own, so that no two boxes of one lie in the other.
-    assert len({y for title, (*_, y) in found.items() if "REDUCE" in title}) == 6
+    assert len({y for title, (*_, y) in box_by_title.items() if "REDUCE" in title}) == 6
 
 
-def test_a_picture_without_them_is_as_high_as_it_was():
+def test_picture_without_gathers_keeps_its_height():
     _, with_lanes = sharded()
     plain = simulate(make_schedule("breadth_first", 2, 4, 3), unit_cost)
     heights = [
@@ -117,7 +117,7 @@ def test_a_picture_without_them_is_as_high_as_it_was():
 
 
 @pytest.mark.parametrize("weights", [None, "per_pass"])
-def test_a_measured_run_is_read_back_and_simulated_with_its_own_means(weights) -> None:
+def test_measured_run_is_simulated_with_its_own_means(weights) -> None:
     schedule = make_schedule("breadth_first", 2, 4, 3)
     schedule = add_sharding(schedule, weights, True) if weights else schedule
     costs = {Op.F: 0.25, Op.B: 1.5, Op.GATHER: 0.5, Op.REDUCE: 0.125}
@@ -130,14 +130,14 @@ def test_a_measured_run_is_read_back_and_simulated_with_its_own_means(weights) -
 
 
 @pytest.mark.parametrize("broken", [{}, {"spans": [[["0F0", 0]]]}, {"spans": [[["0B0", 0, 1]]]}])
-def test_what_is_no_measured_run_is_refused(broken: dict) -> None:
+def test_invalid_measured_run_is_refused(broken: dict) -> None:
     whole = draw.spans_to_json(make_schedule("gpipe", 1, 1), planned("gpipe", 1, 1))
     draw.spans_from_json(whole)
     with pytest.raises(ScheduleError):
         draw.spans_from_json(whole | broken if broken else broken)
 
 
-def test_the_chrome_trace() -> None:
+def test_chrome_trace_has_the_spans() -> None:
     spans = planned("gpipe", 2, 1)
     trace = json.loads(json.dumps(draw.chrome_trace(spans)))
     events = trace["traceEvents"]
@@ -153,7 +153,7 @@ def test_the_chrome_trace() -> None:
     assert begun == ended and len(set(begun)) == 4
 
 
-def test_the_trace_keeps_computes_alone_in_the_lane_of_a_rank():
+def test_lane_of_a_rank_has_only_computes():
     _, spans = sharded()
     events = draw.chrome_trace(spans)["traceEvents"]
     for rank in (0, 1):
@@ -162,7 +162,7 @@ def test_the_trace_keeps_computes_alone_in_the_lane_of_a_rank():
     assert sum(e["ph"] == "b" and "GATHER" in e["name"] for e in events) == 8
 
 
-def test_of_nine_thousand_computes_a_planned_picture_has_a_tenth(monkeypatch, capsys, tmp_path):
+def test_large_schedule_is_drawn_with_a_tenth_of_its_microbatches(monkeypatch, capsys, tmp_path):
     svg = tmp_path / "long.svg"
     sizes = ("--schedule", "one_f_one_b", "--pp", "4", "--microbatches", "1125")
     assert run_script(monkeypatch, *sizes, "--svg", str(svg)) == 0
@@ -175,7 +175,7 @@ def test_of_nine_thousand_computes_a_planned_picture_has_a_tenth(monkeypatch, ca
 
 
 @pytest.mark.parametrize("name", names())
-def test_the_microbatches_drawn_suit_every_schedule(name):
+def test_number_of_drawn_microbatches_is_valid_for_every_schedule(name):
     for pp, per_rank, count in product((1, 2, 5, 64), (1, 2, 3), (1, 2, 7, 130, 999, 5000)):
         few = draw.microbatches_drawn(pp, count, per_rank)
         assert 0 < few <= count and (count - few) % pp == 0
@@ -191,7 +191,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return exit_.value.code
 
 
-def test_json_gives_the_schedule_as_it_runs(monkeypatch, capsys) -> None:
+def test_json_has_the_schedule_as_it_runs(monkeypatch, capsys) -> None:
     arguments = ("--schedule", "interleaved", "--pp", "2", "--microbatches", "2")
     assert run_script(monkeypatch, *arguments, "--stages-per-rank", "2", "--json") == 0
     report = json.loads(capsys.readouterr().out)
@@ -207,29 +207,29 @@ def test_json_gives_the_schedule_as_it_runs(monkeypatch, capsys) -> None:
     }
 
 
-def test_json_gives_what_zero_gathers(monkeypatch, capsys) -> None:
+def test_json_has_the_gathers_of_zero_3(monkeypatch, capsys) -> None:
     sizes = ("--schedule", "gpipe", "--pp", "2", "--microbatches", "2", "--weights", "per_step")
     assert run_script(monkeypatch, *sizes, "--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["programs"][0][0] == "0GATHER0"
+    report = json.loads(capsys.readouterr().out)
+    assert report["programs"][0][0] == "0GATHER0"
     _, spans = sharded("gpipe", (2, 2, 1), "per_step")
-    assert said["bubble"] == pytest.approx(bubble(spans)) == pytest.approx(1 / 3)
+    assert report["bubble"] == pytest.approx(bubble(spans)) == pytest.approx(1 / 3)
 
 
-def test_files_and_the_programs(monkeypatch, capsys, tmp_path) -> None:
+def test_picture_and_trace_are_written_and_programs_printed(monkeypatch, capsys, tmp_path) -> None:
     svg = tmp_path / "a.svg"
     trace = tmp_path / "a.json"
     sizes = ("--pp", "2", "--microbatches", "2", "--communication")
     assert run_script(monkeypatch, *sizes, "--svg", str(svg), "--trace", str(trace)) == 0
-    said = capsys.readouterr()
-    out = said.out
+    printed = capsys.readouterr()
+    out = printed.out
     assert "rank 1  ····1F0 1F1 1B0──── 1B1──── ········" in out
     assert "33.3%" in out and "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1" in out
-    assert f"written to {svg}" in said.err and f"written to {trace}" in said.err
+    assert f"written to {svg}" in printed.err and f"written to {trace}" in printed.err
     assert svg.read_text().startswith("<svg") and json.loads(trace.read_text())["traceEvents"]
 
 
-def test_a_measured_run_is_drawn_below_its_simulation(monkeypatch, capsys, tmp_path) -> None:
+def test_measured_run_is_drawn_below_its_simulation(monkeypatch, capsys, tmp_path) -> None:
     schedule = make_schedule("gpipe", 2, 2)
     file = tmp_path / "spans.json"
     svg = tmp_path / "a.svg"
@@ -258,14 +258,16 @@ def test_a_measured_run_is_drawn_below_its_simulation(monkeypatch, capsys, tmp_p
         (["--measured", "/no/such/spans.json"], "use a run's profile/spans.json"),
     ],
 )
-def test_bad_input_is_one_message_and_exit_code_2(monkeypatch, capsys, arguments, message) -> None:
+def test_bad_input_gives_one_message_and_exit_code_2(
+    monkeypatch, capsys, arguments, message
+) -> None:
     assert run_script(monkeypatch, *arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err and not captured.out
     assert "Traceback" not in captured.err
 
 
-def test_it_runs_without_torch() -> None:
+def test_draw_runs_without_torch() -> None:
     code = "import runpy, sys; sys.modules['torch'] = sys.modules['numpy'] = None; "
     code += f"sys.argv = ['draw.py']; runpy.run_path({SCRIPT!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -274,7 +276,7 @@ def test_it_runs_without_torch() -> None:
 
 
 @pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[c for c, _ in COMMANDS])
-def test_a_command_of_the_page_gives_what_the_page_shows(
+def test_command_of_the_page_prints_the_text_of_the_page(
     command, shown, tmp_path, monkeypatch, capsys
 ) -> None:
     arguments = shlex.split(command)
@@ -290,7 +292,7 @@ def test_a_command_of_the_page_gives_what_the_page_shows(
     assert (tmp_path / "picture.svg").read_text() == expected
 
 
-def test_the_page_shows_every_measured_schedule_planned_and_measured():
+def test_page_shows_every_schedule_planned_and_measured():
     """A schedule that was added without a measured run needs no place on the page."""
     measured = {file.stem for file in (ROOT / "docs" / "schedules").glob("*.json")}
     assert {"gpipe", "interleaved", "one_f_one_b", "v_shape"} <= measured <= set(names())

@@ -24,7 +24,7 @@ def by_brute_force(costs: list[int], num_stages: int) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in pairwise((0, *best, len(costs))))
 
 
-def test_against_brute_force() -> None:
+def test_partition_equals_brute_force() -> None:
     draw = random.Random(0)
     kinds = [
         lambda: draw.randint(0, 4),  # many ties, and layers that cost nothing
@@ -36,7 +36,7 @@ def test_against_brute_force() -> None:
         assert partition(costs, num_stages) == by_brute_force(costs, num_stages), costs
 
 
-def test_examples() -> None:
+def test_partition_of_examples() -> None:
     assert partition([1] * 8, 4) == (range(0, 2), range(2, 4), range(4, 6), range(6, 8))
     assert partition([1] * 7, 3) == (range(0, 2), range(2, 4), range(4, 7))
     assert partition([0] * 5, 2) == (range(0, 2), range(2, 5))
@@ -46,7 +46,7 @@ def test_examples() -> None:
     assert [len(stage) for stage in partition([1, *[10] * 12, 30], 4)] == [4, 4, 4, 2]
 
 
-def test_many_layers_on_many_stages_of_uneven_cost_take_less_than_a_second() -> None:
+def test_large_partition_takes_less_than_a_second() -> None:
     draw = random.Random(0)
     costs = [draw.randint(10**12, 2 * 10**12) for _ in range(70)]
     start = time.process_time()
@@ -56,6 +56,6 @@ def test_many_layers_on_many_stages_of_uneven_cost_take_less_than_a_second() -> 
 
 
 @pytest.mark.parametrize("num_stages", [0, 4])
-def test_more_stages_than_layers(num_stages: int) -> None:
+def test_more_stages_than_layers_are_refused(num_stages: int) -> None:
     with pytest.raises(ConfigError, match=f"3 layers .* {num_stages} pipeline.*at most 3 stages"):
         partition([1, 1, 1], num_stages)

@@ -86,9 +86,9 @@ def schedules_of(name: str, full: bool) -> list[Schedule]:
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 @every_schedule
 def test_every_program_ends(name: str, full: bool) -> None:
-    found = schedules_of(name, full)
-    assert found or name not in ("gpipe", "one_f_one_b", "interleaved", "v_shape")
-    for schedule in found:
+    schedules = schedules_of(name, full)
+    assert schedules or name not in ("gpipe", "one_f_one_b", "interleaved", "v_shape")
+    for schedule in schedules:
         for mode in QUEUES:
             where = f"{name}, pp {schedule.pp_size}, m {schedule.num_microbatches}, {mode}"
             assert not stuck(schedule, mode), where
@@ -97,7 +97,7 @@ def test_every_program_ends(name: str, full: bool) -> None:
 
 
 @every_schedule
-def test_two_sends_that_change_places_hang_in_every_queue(name: str) -> None:
+def test_swapped_sends_hang_in_every_queue(name: str) -> None:
     """Tags match nothing: the receives stand in the old order."""
     for schedule in schedules_of(name, full=False):
         stage = min(schedule.crossings)
@@ -108,7 +108,7 @@ def test_two_sends_that_change_places_hang_in_every_queue(name: str) -> None:
                 assert stuck(bad, mode), f"{name}, pp {schedule.pp_size}, {mode}"
 
 
-def test_a_receive_before_the_send_that_it_depends_on_hangs_where_they_share_a_queue() -> None:
+def test_receive_before_its_send_hangs_in_a_shared_queue() -> None:
     """What flows back has a group of its own: there the order of the two does not matter."""
     schedule = make_schedule("one_f_one_b", 2, 4)
     bad = reordered(schedule, Action(Op.SEND_F, 0, 0), Action(Op.RECV_B, 0, 0))

@@ -27,7 +27,7 @@ def ordered(request) -> set[str]:
     return {order.schedule for flow in flows for order in candidates.orders(request, flow)}
 
 
-def test_a_split_backward_needs_gradients_reduced_once_a_step() -> None:
+def test_split_backward_requires_one_reduction_per_step() -> None:
     """Asked of the file, by its ops: of one that was added, too."""
     split = {name for name in schedules.names() if schedules.splits_backward(name)}
     assert split == {"zb_h1", "zero_bubble", "zb_v"}
@@ -44,17 +44,17 @@ def test_a_split_backward_needs_gradients_reduced_once_a_step() -> None:
         on_two_ranks("zb_h1", 1)
 
 
-def test_the_planner_has_every_schedule_and_splits_only_what_is_reduced_once() -> None:
+def test_planner_knows_every_schedule_and_splits_only_with_one_reduction() -> None:
     request = request_of(config(), machine(), 4)
     assert ordered(request) == set(schedules.names())
     for name in ("one_by_one", "zb_h1"):
-        found = search(request_of(config(), machine(), 4, {"schedule": name}), rows=8)
-        assert {plan.setting.schedule for plan in found.plans} == {name}
-        once = {plan.setting.reduces_once for plan in found.plans}
+        ranking = search(request_of(config(), machine(), 4, {"schedule": name}), rows=8)
+        assert {plan.setting.schedule for plan in ranking.plans} == {name}
+        once = {plan.setting.reduces_once for plan in ranking.plans}
         assert once == ({True} if name == "zb_h1" else {True, False})
 
 
-def test_a_second_reading_of_the_paper_is_the_shipped_schedule() -> None:
+def test_independent_implementation_of_the_paper_equals_the_shipped_schedule() -> None:
     second = schedules.load("zb_h1")
     shipped = schedules.load("zero_bubble")
     for pp, count in ((1, 1), (2, 2), (3, 7), (4, 4), (8, 11)):

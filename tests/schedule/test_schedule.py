@@ -49,7 +49,7 @@ pytestmark = pytest.mark.pure
         ),
     ],
 )
-def test_a_refusal_prints_the_programs_with_the_action_marked(problem: str, programs: str) -> None:
+def test_refusal_prints_the_programs_with_the_action_marked(problem: str, programs: str) -> None:
     lines = programs.split(" / ")
     bare = programs.replace(">>", "").replace("<<", "").replace(" / ", "\n")
     with pytest.raises(ScheduleError) as refusal:
@@ -58,7 +58,7 @@ def test_a_refusal_prints_the_programs_with_the_action_marked(problem: str, prog
     assert str(refusal.value).splitlines() == [f"schedule 'by hand': {problem}", *shown]
 
 
-def test_ranks_that_wait_in_a_circle_are_a_deadlock() -> None:
+def test_circular_wait_is_a_deadlock() -> None:
     # A ring: each channel's two sides agree, yet each rank's first transfer waits for another's.
     ring = schedule_of(
         """
@@ -87,7 +87,7 @@ def test_ranks_that_wait_in_a_circle_are_a_deadlock() -> None:
     assert not runs_when_blocking(circle)
 
 
-def test_a_v_placement_with_split_backwards() -> None:
+def test_v_placement_with_split_backwards() -> None:
     computes = schedule_of(
         """
         0F0 0F1 3F0 3I0 3F1 3I1 3W0 3W1 0I0 0W0 0I1 0W1
@@ -106,7 +106,7 @@ def test_a_v_placement_with_split_backwards() -> None:
     assert peak_in_flight(schedule) == (4, 4)
 
 
-def test_what_an_action_needs() -> None:
+def test_needs_of_actions() -> None:
     def of(text: str, schedule: Schedule) -> list[str]:
         return [str(need) for need in needs(Action.parse(text), schedule)]
 
@@ -152,7 +152,7 @@ def test_receives_are_posted_early_enough_to_hide_transfers(transfer: float) -> 
     assert end == pytest.approx(3 * (8 + 4 - 1) + 2 * (4 - 1) * transfer)  # only fill and drain pay
 
 
-def test_spans_follow_the_program_and_a_rank_computes_one_thing_at_a_time() -> None:
+def test_spans_follow_the_program_without_overlap_on_a_rank() -> None:
     schedule = make_schedule("interleaved", 3, 7, 2)
     spans = simulate(schedule, unit_cost)
     assert tuple(tuple(span.action for span in rank) for rank in spans) == schedule.programs
@@ -162,7 +162,7 @@ def test_spans_follow_the_program_and_a_rank_computes_one_thing_at_a_time() -> N
             assert before.end <= after.start
 
 
-def test_notation() -> None:
+def test_actions_are_written_in_short_notation() -> None:
     assert str(Action(Op.F, 2, 0)) == "2F0"
     assert str(Action(Op.SEND_F, 2, 10)) == "2SEND_F10"
     for op in Op:

@@ -45,7 +45,7 @@ def cases(name: str, full: bool) -> tuple[tuple[tuple[int, int, int], Schedule],
         gc.enable()
 
 
-def test_the_schedules_of_this_folder() -> None:
+def test_schedules_of_the_folder_are_found() -> None:
     assert {"gpipe", "one_f_one_b", "interleaved", "v_shape"} <= set(names())
     for name in names():
         assert cases(name, full=False), name
@@ -54,7 +54,7 @@ def test_the_schedules_of_this_folder() -> None:
 
 
 @every_schedule
-def test_it_has_the_sizes_asked_for_and_blocking_ranks_come_to_the_end(
+def test_schedule_has_the_requested_sizes_and_ends_with_blocking_ranks(
     name: str, full: bool
 ) -> None:
     for (p, m, v), schedule in cases(name, full):
@@ -66,14 +66,14 @@ def test_it_has_the_sizes_asked_for_and_blocking_ranks_come_to_the_end(
 
 @pytest.mark.parametrize("backward", [2.0, 0.75])
 @every_schedule
-def test_the_simulated_bubble_is_the_closed_form(name: str, full: bool, backward: float) -> None:
+def test_simulated_bubble_equals_the_closed_form(name: str, full: bool, backward: float) -> None:
     costs = {Op.F: 1.0, Op.B: backward, Op.I: backward / 2, Op.W: backward / 2}
     for sizes, schedule in cases(name, full):
         spans = simulate(schedule, lambda action: costs.get(action.op, 0.0))
         assert abs(bubble(spans) - load(name).bubble(*sizes, backward)) < 1e-9, sizes
 
 
-def test_the_closed_forms_are_those_of_the_papers() -> None:
+def test_closed_forms_equal_those_of_the_papers() -> None:
     for p, m, v in product(RANKS, MICROBATCHES, STAGES_PER_RANK):
         assert load("gpipe").bubble(p, m, 1) == (p - 1) / (m + p - 1)
         assert load("one_f_one_b").bubble(p, m, 1) == (p - 1) / (m + p - 1)
@@ -82,12 +82,12 @@ def test_the_closed_forms_are_those_of_the_papers() -> None:
 
 
 @every_schedule
-def test_the_peak_in_flight_is_the_closed_form(name: str, full: bool) -> None:
+def test_peak_in_flight_equals_the_closed_form(name: str, full: bool) -> None:
     for sizes, schedule in cases(name, full):
         assert peak_in_flight(schedule) == load(name).peak_in_flight(*sizes), sizes
 
 
-def test_a_v_holds_on_no_rank_more_than_1f1b_on_its_first() -> None:
+def test_v_schedules_hold_at_most_the_peak_of_1f1b() -> None:
     for p, m in product(RANKS, MICROBATCHES):
         halves = load("v_shape").peak_in_flight(p, m, 2)
         assert max(halves) <= 2 * max(load("one_f_one_b").peak_in_flight(p, m, 1))
@@ -96,7 +96,7 @@ def test_a_v_holds_on_no_rank_more_than_1f1b_on_its_first() -> None:
 
 
 @every_schedule
-def test_evaluation_is_the_forwards_alone_on_the_same_placement(name: str, full: bool) -> None:
+def test_evaluation_has_only_forwards_on_the_same_placement(name: str, full: bool) -> None:
     for sizes, schedule in cases(name, full):
         evaluation = make_evaluation(schedule)  # validated
         assert evaluation.pp_coord_of_stage == schedule.pp_coord_of_stage
@@ -137,7 +137,7 @@ KINDS = ("swap", "swap sends", "swap neighbours", "duplicate", "drop", "wrong ra
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_corrupted_schedule_is_refused_unless_it_still_runs(name: str) -> None:
+def test_corrupted_schedule_is_refused_unless_it_still_runs(name: str) -> None:
     draw = random.Random(name)
     small = [s for (p, m, _), s in cases(name, full=False) if 2 <= p <= 4 and m <= 5]
     verdicts = Counter()
@@ -166,7 +166,7 @@ def test_a_corrupted_schedule_is_refused_unless_it_still_runs(name: str) -> None
         (("v_shape", 2, 2, 3), "stages_per_rank=3; a V has two arms, use 2"),
     ],
 )
-def test_what_cannot_be_made(arguments: tuple, message: str) -> None:
+def test_impossible_sizes_are_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         make_schedule(*arguments)
     assert message in str(refusal.value)

@@ -29,7 +29,7 @@ def of(name):
 
 @pytest.mark.parametrize("weights", ["per_microbatch", "per_pass", "per_step"])
 @pytest.mark.parametrize("name", names())
-def test_every_schedule_keeps_its_order_and_its_bubble(name, weights):
+def test_sharding_keeps_order_and_bubble_of_every_schedule(name, weights):
     for plain in of(name):
         whole = add_sharding(plain, weights, reduces_once=True)
         for before, after in zip(plain.programs, whole.programs, strict=True):
@@ -40,7 +40,7 @@ def test_every_schedule_keeps_its_order_and_its_bubble(name, weights):
 
 @pytest.mark.parametrize("weights", ["per_pass", "per_step"])
 @pytest.mark.parametrize("name", names())
-def test_a_stage_is_gathered_wherever_it_is_used_and_reduced_once_complete(name, weights):
+def test_stage_is_gathered_before_each_use_and_reduced_once(name, weights):
     """By a walk of its own through the programs."""
     for plain in of(name):
         for whole in (
@@ -80,7 +80,7 @@ def test_breadth_first_holds_two_stages_at_most(stages):
     assert [len(most_gathered(program)) for program in steps.programs] == [stages, stages]
 
 
-def test_the_next_stages_weights_come_while_this_one_computes():
+def test_weights_of_the_next_stage_are_gathered_during_compute():
     schedule = add_sharding(make_schedule("breadth_first", 1, 4, 4), "per_pass", True)
 
     def cost(action):
@@ -98,13 +98,13 @@ def test_the_next_stages_weights_come_while_this_one_computes():
     assert [s.start < computes[-1].end for s in reductions] == [True, True, True, False]
 
 
-def test_what_a_compute_needs_names_its_gather():
+def test_needs_of_a_compute_include_its_gather():
     schedule = add_sharding(make_schedule("gpipe", 2, 2), "per_step", True)
     first = next(a for a in schedule.programs[1] if a.op is Op.F)
     assert [a.op for a in needs(first, schedule)] == [Op.RECV_F, Op.GATHER]
 
 
-def test_reduced_gradients_alone_leave_the_weights_to_each_compute():
+def test_reduction_per_step_leaves_gathering_to_each_compute():
     plain = make_schedule("one_f_one_b", 2, 3)
     whole = add_sharding(plain, "per_microbatch", True)
     assert {a.op for p in whole.programs for a in p} & SHARDING == {Op.REDUCE}

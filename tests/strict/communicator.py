@@ -79,7 +79,7 @@ class QueueWatch:
         self._size = world_size
         self.groups: list[Communicator] = []
         self.failure: StrictError | None = None
-        self._said = ""
+        self._reported = ""
         self._closed = threading.Event()
         self._lock = threading.RLock()
         threading.Thread(target=self._run, name="strict watch", daemon=True).start()
@@ -133,11 +133,11 @@ class QueueWatch:
             op = group.head()
             if op is not None and now - op.posted > min(_LONG, op.seconds / 2):
                 long.append((group, op))
-        said = "; ".join(f"{op} on {group}" for group, op in long)
-        if said != self._said:
-            self._said = said
+        waits = "; ".join(f"{op} on {group}" for group, op in long)
+        if waits != self._reported:
+            self._reported = waits
             with self._lock, suppress(RuntimeError):
-                self._store.set(f"strict at {self.rank}", said)
+                self._store.set(f"strict at {self.rank}", waits)
         for group, op in long:
             if now - op.posted > op.seconds:
                 late = f"rank {self.rank}: {op} on {group} was not over within {op.seconds:g} s"
@@ -149,10 +149,11 @@ class QueueWatch:
         places = []
         for rank in range(self._size):
             key = f"strict at {rank}"
-            said = ""
+            waits = ""
             with self._lock, suppress(RuntimeError):
-                said = self._store.get(key).decode() if self._store.check([key]) else ""
-            places.append(f"rank {rank} was in {said or 'no communication'}")
+                if self._store.check([key]):
+                    waits = self._store.get(key).decode()
+            places.append(f"rank {rank} was in {waits or 'no communication'}")
         return ", ".join(places)
 
 
@@ -247,8 +248,9 @@ class Communicator:
         others = []
         for peer, expected, theirs, work in receives:
             work.wait()
-            if (said := _decoded(theirs)) != expected:
-                others.append(f"rank {self.ranks[peer]} with {said}")
+            operation = _decoded(theirs)
+            if operation != expected:
+                others.append(f"rank {self.ranks[peer]} with {operation}")
         for work in sends:
             work.wait()
         return f"it met {' and '.join(others)}" if others else ""

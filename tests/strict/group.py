@@ -16,7 +16,7 @@ from tests.strict.operation import Handle, Operation, describe, on_host
 _Base: Any = dist.ProcessGroup  # as torch calls it from Python, not as its stubs have it
 
 
-class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
+class StrictGroup(_Base):  # type: ignore[misc]  # Any, see above
     """NCCL's rules over gloo (see the package); tensors of a device go through the host."""
 
     def __init__(self, queue: Communicator) -> None:
@@ -166,8 +166,8 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         None for a rank that is in none of `ranks`, global ranks that do not overlap.
         """
         content = crc32(str(list(map(list, ranks))).encode())
-        said = f"{name} into {len(ranks)} ({content:08x})"
-        self._all("split_group", said, lambda: None).wait()
+        announcement = f"{name} into {len(ranks)} ({content:08x})"
+        self._all("split_group", announcement, lambda: None).wait()
         return join_one_of(ranks, timeout, name)
 
     # Transfers: the ends come with each other's words.

@@ -77,7 +77,7 @@ def buffers_freed_while_they_are_sent():
     return patch.object(Executor, "send", drop)
 
 
-# The fault, the changes of the case, and what is said of it.
+# The fault, the changes of the case, and the message that names it.
 FAULTS = [
     (no_wait_for_what_arrives, r"receive of \d+ float32, tag \d+ on pp .*nobody waited for"),
     (a_tensor_scaled_while_it_is_sent, r"send of \d+ float32, .*the buffer changed before"),
@@ -119,19 +119,19 @@ def losses_on_rank(rank, plant):
     return losses
 
 
-def test_a_tensor_that_is_freed_while_it_is_sent_makes_the_loss_nan():
+def test_tensor_freed_while_being_sent_makes_the_loss_nan():
     for plant, is_nan in ((nullcontext, False), (buffers_freed_while_they_are_sent, True)):
         ranks = run_strictly(losses_on_rank, 4, plant, text="send=0.05", timeout=60)
         assert any(str(losses).count("nan") for losses in ranks) == is_nan
 
 
-def test_without_a_fault_nothing_is_found():
+def test_no_fault_is_reported_without_one():
     assert run_strictly(train_on_rank, 4, CASE, None, timeout=60) == ["nothing"] * 4
 
 
 @pytest.mark.parametrize("number", range(len(FAULTS)), ids=lambda n: FAULTS[n][0].__name__)
-def test_a_fault_of_the_executor_is_named(number):
+def test_fault_of_the_executor_is_named(number):
     _, pattern = FAULTS[number]
     case = replace(CASE, microbatches=4)
-    said = set(run_strictly(train_on_rank, 4, case, number, text="send=0.05", timeout=60))
-    assert len(said) == 1 and re.search(pattern, said.copy().pop()), said
+    messages = set(run_strictly(train_on_rank, 4, case, number, text="send=0.05", timeout=60))
+    assert len(messages) == 1 and re.search(pattern, messages.copy().pop()), messages

@@ -107,7 +107,7 @@ def split_without_a_rank(mesh):
         dist.group.WORLD.split_among([[0], [1]], timedelta(minutes=10), "halves")
 
 
-# The fault, the mesh on which it is planted, and what is said of it.
+# The fault, the mesh on which it is planted, and the message that names it.
 FAULTS = [
     (missing_wait, (2, 1, 1), r"rank 1: receive of 4 float32, tag 0 on .*: nobody waited"),
     (reused_buffer, (2, 1, 1), r"rank 0: send of 4 float32, tag 0 on .*: the buffer changed"),
@@ -178,13 +178,13 @@ def numbered_faults():
 
 
 @pytest.mark.parametrize("number", numbered_faults())
-def test_a_broken_rule_is_named_on_every_rank(number):
+def test_broken_rule_is_named_on_every_rank(number):
     _, sizes, pattern = FAULTS[number]
-    found = run_strictly(fault_on_rank, prod(sizes), number, text=LATE_SENDS, timeout=30)
-    said = {text for text, _ in found}
-    assert len(said) == 1, said
-    assert re.search(pattern, said.pop()), found
-    assert all(seconds < 15 for _, seconds in found), found
+    reports = run_strictly(fault_on_rank, prod(sizes), number, text=LATE_SENDS, timeout=30)
+    messages = {text for text, _ in reports}
+    assert len(messages) == 1, messages
+    assert re.search(pattern, messages.pop()), reports
+    assert all(seconds < 15 for _, seconds in reports), reports
 
 
 def timeouts_on_rank(rank):
@@ -201,7 +201,7 @@ def timeouts_on_rank(rank):
     ]
 
 
-def test_a_groups_time_is_that_of_a_start_and_ten_minutes_where_ten_are_given():
+def test_groups_have_the_timeout_of_the_start_unless_one_is_given():
     """NCCL's watchdog gave the axes 10 minutes, and the world 30."""
     start = [STARTUP_TIMEOUT.total_seconds()] * 5
     assert run_strictly(timeouts_on_rank, 2) == [[*start, 600, None], [*start, 600, 7]]
@@ -226,7 +226,7 @@ def killed_peer(rank, victim):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_peer_is_not_noticed_before_the_time_is_over(victim):
+def test_killed_peer_is_noticed_only_after_the_timeout(victim):
     """gloo says so at once; NCCL's kernels spin. With rank 0 the store is gone, too."""
     waited = run_strictly(killed_peer, 2, victim, timeout=30)[1 - victim]
     assert LIMIT - 0.1 < waited < 15
@@ -261,7 +261,7 @@ def freed_on_rank(rank, is_freed):
     return [int(t.isnan().sum()) for t in (gathered, *([received] if rank else []), summed)]
 
 
-def test_memory_that_is_freed_before_its_operation_is_over_becomes_nan():
+def test_memory_freed_during_an_operation_becomes_nan():
     slow = "all_gather=0.3,send=0.3,all_reduce=0.3"  # the memory is freed before it is read
     assert run_strictly(freed_on_rank, 2, False, text=slow) == [[0, 0], [0, 0, 0]]
     assert run_strictly(freed_on_rank, 2, True, text=slow) == [[8, 0], [4, 4, 4]]
@@ -270,7 +270,7 @@ def test_memory_that_is_freed_before_its_operation_is_over_becomes_nan():
 DELAYS = StrictOptions(delay=0.25, seed=3, chosen={"send": 2.0, "all_reduce@1": 1.0})
 
 
-def test_delays_are_chosen_or_drawn_by_a_seed():
+def test_delays_are_set_or_drawn_by_a_seed():
     assert StrictOptions.from_text("delay=0.25,seed=3,send=2,all_reduce@1=1") == DELAYS
     assert DELAYS.seconds("send", 0, random.Random()) == 2
     assert DELAYS.seconds("all_reduce", 1, random.Random()) == 1
@@ -279,20 +279,20 @@ def test_delays_are_chosen_or_drawn_by_a_seed():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "rule"),
     [
         (f"{STRICT},delay", "no settings"),
         (f"{STRICT},delay=-1", "no settings"),
         (f"{STRICT},send=soon", "no settings"),
     ],
 )
-def test_another_backend_is_refused(monkeypatch, text, said):
+def test_unknown_backend_is_refused(monkeypatch, text, rule):
     monkeypatch.setenv("PARALLEL3D_BACKEND", text)
-    with pytest.raises(ConfigError, match=f"PARALLEL3D_BACKEND.*{said}"):
+    with pytest.raises(ConfigError, match=f"PARALLEL3D_BACKEND.*{rule}"):
         choose_backend(torch.device("cpu"))
 
 
-def test_ranks_on_one_device_may_take_it(monkeypatch):
+def test_ranks_on_one_device_may_use_the_strict_backend(monkeypatch):
     """NCCL would refuse them; their tensors go through the host."""
     registered = {}
     monkeypatch.setattr(

@@ -52,21 +52,21 @@ CASES = [
 
 
 def train_all_on_rank(rank, cases, references):
-    found = []
+    compared = []
     for case, reference in zip(cases, references, strict=True):
         trainer = Trainer(case)
         trainer.mesh.set_timeouts(60)
-        found.append(trainer.compare(reference))
+        compared.append(trainer.compare(reference))
         trainer.close()
     trainer.mesh.close()  # nothing is left pending
-    return found
+    return compared
 
 
 def check(cases, text=""):
     references = [case.reference for case in cases]
     ranks = run_strictly(train_all_on_rank, 4, cases, references, text=text)
-    for case, *found in zip(cases, *ranks, strict=True):
-        errors = errors_of(case.config, found)
+    for case, *differences_of_ranks in zip(cases, *ranks, strict=True):
+        errors = errors_of(case.config, differences_of_ranks)
         print(f"{case!s:72} {errors}")
         assert errors.within(1e-5), f"{case}: {errors}"
 
@@ -77,7 +77,7 @@ def test_parity_under_the_rules_of_nccl():
 
 
 @pytest.mark.slow
-def test_samples_that_cp_ranks_share():
+def test_parity_of_samples_shared_by_cp_ranks():
     """cp beside each other axis, with schedules that split backwards, sinks and experts."""
     llama = {
         "family": "llama",
@@ -137,7 +137,7 @@ FILES = {
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_of_tests_under_the_rules_of_nccl(file):
+def test_files_pass_under_the_rules_of_nccl(file):
     left_out = " and ".join(f"not {name}" for name in FILES[file])
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", file]
     done = subprocess.run(

@@ -139,8 +139,14 @@ def test_compiled_passes_give_the_same(dtype):
         assert graphs > 4 and not breaks
 
 
+def own_part_only(x, *args):
+    """Stand for an all-reduce that is missing."""
+    return x
+
+
 def sabotage(rank, number):
-    loss_module.all_reduce = loss_module.sum_copy = lambda x, *args: x
+    loss_module.all_reduce = own_part_only
+    loss_module.sum_copy = own_part_only
     check_on_rank(rank, [EXAMPLE], torch.float32, [(1, 1, 2)], CHECKS[number:][:1])
 
 

@@ -60,8 +60,8 @@ def leave(step):
 stopped = []
 signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
 if (home / f"{name}.fails").exists():
-    said = (home / f"{name}.fails").read_text() or "the loss on rank 0 is nan"
-    print(f"train: {said}", file=sys.stderr)
+    message = (home / f"{name}.fails").read_text() or "the loss on rank 0 is nan"
+    print(f"train: {message}", file=sys.stderr)
     sys.exit(1)
 leave(1)
 while (home / f"{name}.waits").exists() and not stopped:

@@ -23,7 +23,7 @@ def loss(tokens, half):
     return 2 + 0.2 * tokens / (tokens + half)
 
 
-def test_the_curve_is_found_and_its_interval_holds():
+def test_curve_is_recovered_within_its_interval():
     random = np.random.default_rng(1)
     held = 0
     true = next(n for n in range(1024, 10**5) if loss(n, 4e4) > loss(1024, 4e4) + 0.01)
@@ -37,7 +37,7 @@ def test_the_curve_is_found_and_its_interval_holds():
     assert exact.loss(np.array(SIZES)) == pytest.approx(loss(np.array(SIZES), 4e4), abs=1e-4)
 
 
-def test_batches_that_are_all_alike_have_no_bound():
+def test_equally_good_batches_have_no_bound():
     flat = fit(SIZES, [2.0, 2.001, 1.999, 2.0, 2.001, 1.999, 2.0], 0.01)
     assert flat.critical_batch_tokens > SIZES[-1] and flat.interval[1] == inf
     assert "above the largest batch, 65,536 (95 %:" in str(flat) and "no bound" in str(flat)
@@ -67,7 +67,7 @@ def args(run, **changes):
     return argparse.Namespace(**flags | changes)
 
 
-def test_forks_train_on_the_same_samples_at_the_laws_rates(run):
+def test_forks_train_on_the_same_samples_at_scaled_rates(run):
     forks = [rung.run for rung in forks_of(args(run)).rungs]
     config = forks[0].config
     assert {fork.config.samples_of_steps(fork.steps) for fork in forks} == {800 + 8 * 32}
@@ -90,12 +90,12 @@ def test_forks_train_on_the_same_samples_at_the_laws_rates(run):
         ({"step": 50}, "--step 50: is no checkpoint of"),
     ],
 )
-def test_what_cannot_be_is_refused(changes, words, run):
+def test_impossible_measurement_is_refused(changes, words, run):
     with pytest.raises(ConfigError, match=words):
         forks_of(args(run, **changes))
 
 
-def test_samples_that_were_left_out_are_refused(run):
+def test_skipped_samples_are_refused(run):
     state = run / "checkpoints/step-100/state.json"
     state.write_text(state.read_text().replace("800", "808"))
     with pytest.raises(ConfigError, match="left out samples before step 100"):

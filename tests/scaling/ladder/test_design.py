@@ -70,7 +70,7 @@ def by_budget(ladder):
     return sizes
 
 
-def test_a_design_keeps_the_rules(plan, tmp_path):
+def test_design_keeps_the_rules(plan, tmp_path):
     out = tmp_path / "mine.json"
     file = base(tmp_path, {"parametrization": MUP})
     code, printed, messages = plan(
@@ -145,7 +145,7 @@ def test_hours_on_known_hardware_set_the_budgets(plan, tmp_path):
         assert model.num_attention_heads == 4 * model.num_key_value_heads
 
 
-def test_the_simulated_interval_holds_and_grows_with_the_noise(plan, tmp_path, monkeypatch):
+def test_simulated_interval_holds_and_grows_with_noise(plan, tmp_path, monkeypatch):
     out = tmp_path / "mine.json"
     plan("--design", "--base", base(tmp_path), "--flops", 1e15, "--out", out)
     runs = [rung.run for rung in ladder_of(str(out)).rungs]
@@ -171,7 +171,7 @@ def test_the_simulated_interval_holds_and_grows_with_the_noise(plan, tmp_path, m
         ({}, ["--flops", 1e14, "--budgets", 5], "--budgets = 5: is too small; use 6 or more"),
     ],
 )
-def test_what_cannot_be_designed_is_refused(model, flags, words, plan, tmp_path, monkeypatch):
+def test_impossible_design_is_refused(model, flags, words, plan, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))  # without a calibrated machine
     flags = ["--design", "--base", base(tmp_path, model), "--out", tmp_path / "out.json", *flags]
     code, _, messages = plan(*flags)
@@ -179,7 +179,7 @@ def test_what_cannot_be_designed_is_refused(model, flags, words, plan, tmp_path,
     assert not (tmp_path / "out.json").exists()
 
 
-def test_a_file_is_not_overwritten(plan, tmp_path):
+def test_existing_ladder_is_not_overwritten(plan, tmp_path):
     file = base(tmp_path)
     code, _, messages = plan("--design", "--base", file, "--flops", 1e14, "--out", file)
     assert code == 2 and "exists; name a new file" in messages

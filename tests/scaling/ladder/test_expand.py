@@ -28,7 +28,7 @@ def llama(width, layers, inner):
     return blocks, VOCAB * width + width
 
 
-def test_budgets_of_flops_give_each_size_its_tokens(tmp_path):
+def test_flops_budget_sets_the_tokens_of_each_size(tmp_path):
     runs = runs_by_name(tmp_path, budgets={"flops": [1e9, 4e9]})
     assert list(runs) == ["2.59k-c1e9", "2.59k-c4e9", "10.3k-c1e9", "10.3k-c4e9"]
     for run in runs.values():
@@ -46,13 +46,13 @@ def test_budgets_of_flops_give_each_size_its_tokens(tmp_path):
         assert run.config.train_batch_size == 4 and run.config.data.sequence_length == SEQ
 
 
-def test_budgets_of_tokens_for_each_parameter(tmp_path):
+def test_budget_in_tokens_per_parameter(tmp_path):
     for run in runs_by_name(tmp_path, budgets={"tokens_per_param": [1, 2.5]}).values():
         ratio = 2.5 if run.name.endswith("2.5x") else 1
         assert abs(run.tokens - ratio * run.counts.with_head) <= 32
 
 
-def test_a_number_of_parameters_finds_width_and_depth(tmp_path):
+def test_number_of_parameters_selects_width_and_depth(tmp_path):
     targets = [20e3, 300e3, 4e6]
     runs = runs_by_name(
         tmp_path, sizes=targets, aspect_ratio=24, head_size=16, budgets={"tokens": [512, 1024]}
@@ -67,7 +67,7 @@ def test_a_number_of_parameters_finds_width_and_depth(tmp_path):
             assert other == 0 or abs(blocks / target - 1) >= 0.9 * abs(num_params / target - 1)
 
 
-def test_named_laws_are_those_of_their_sources(tmp_path):
+def test_named_laws_equal_their_sources(tmp_path):
     """The numbers by hand, from OLMo-core's code and from arXiv:2503.04715."""
     size = {"model": {"hidden_size": 768, "num_hidden_layers": 12}}
     sizes = [{"model": {"hidden_size": 256, "num_hidden_layers": 4}}, size]
@@ -94,7 +94,7 @@ def test_named_laws_are_those_of_their_sources(tmp_path):
         assert run.batch_tokens == pytest.approx(batch, abs=SEQ / 2)
 
 
-def test_the_cosine_ends_with_its_own_run_after_a_short_warm_up(tmp_path):
+def test_cosine_ends_with_its_run_after_a_short_warmup(tmp_path):
     for run in runs_by_name(tmp_path, budgets={"tokens": [2048, 512000]}).values():
         config = complete(run)
         peak = 0.01
@@ -105,7 +105,7 @@ def test_the_cosine_ends_with_its_own_run_after_a_short_warm_up(tmp_path):
         assert config.train.evaluate_samples > 10**9  # all that there are
 
 
-def test_one_trunk_serves_the_forks_of_all_budgets(tmp_path):
+def test_one_trunk_serves_forks_of_all_budgets(tmp_path):
     runs = runs_by_name(
         tmp_path, schedule={"type": "forks", "cooldown": 0.25}, budgets={"tokens": [6400, 64000]}
     )
@@ -128,7 +128,7 @@ def test_one_trunk_serves_the_forks_of_all_budgets(tmp_path):
             assert rate(complete(fork), fork.steps - 1) == pytest.approx(0.1 * 0.01)
 
 
-def test_a_fork_too_short_for_a_trunk_is_a_run_of_its_own(tmp_path):
+def test_fork_too_short_for_a_trunk_becomes_a_run(tmp_path):
     """One step of 64 tokens has none before its cool-down; 100 steps have 80."""
     runs = runs_by_name(tmp_path, schedule={"type": "forks"}, budgets={"tokens": [64, 6400]})
     for trunk in (run for run in runs.values() if run.kind == "trunk"):
@@ -145,7 +145,7 @@ def test_a_fork_too_short_for_a_trunk_is_a_run_of_its_own(tmp_path):
     assert len(none) == 4
 
 
-def test_the_warm_up_of_forks_is_over_before_the_first_cool_down(tmp_path):
+def test_warmup_of_a_trunk_ends_before_the_first_decay(tmp_path):
     held = [{"size": {"model": {"hidden_size": 64, "num_hidden_layers": 1}}, "tokens": 64000}]
     schedule = {"type": "forks", "cooldown": 0.95, "warmup": 0.5}
     runs = runs_by_name(
@@ -162,7 +162,7 @@ def test_the_warm_up_of_forks_is_over_before_the_first_cool_down(tmp_path):
     assert held_out.config.train.lr_schedule.warmup_steps == 50  # of 1,000, and 950 cool down
 
 
-def test_seeds_budgets_and_meshes_of_one_size(tmp_path):
+def test_size_may_have_its_own_seeds_budgets_and_mesh(tmp_path):
     first = {
         "model": {"hidden_size": 16, "num_hidden_layers": 1},
         "seeds": [0, 7],
@@ -184,7 +184,7 @@ def test_seeds_budgets_and_meshes_of_one_size(tmp_path):
     assert all(set(row["params"]) == params for row in rows.values())
 
 
-def test_repeats_of_the_corpus_are_counted_and_warned_of(tmp_path):
+def test_repeats_of_the_corpus_are_counted_with_a_warning(tmp_path):
     file = write(tmp_path, budgets={"tokens": [1024, 6400]}, unique_tokens=1280)
     ladder = ladder_of(str(file))
     assert [row["repeats"] for row in to_json(ladder)["runs"]] == [0.8, 5.0] * 2
@@ -192,7 +192,7 @@ def test_repeats_of_the_corpus_are_counted_and_warned_of(tmp_path):
     assert warning.startswith("2 runs read the corpus of 1,280 tokens")
 
 
-def test_a_mesh_that_is_planned_is_the_planners(tmp_path):
+def test_planned_mesh_is_that_of_the_planner(tmp_path):
     base = json.loads(write(tmp_path).read_text())["base"]
     base["parallel3d"] |= {"mesh": "plan", "run": {"hardware": "A100-SXM4-80GB"}}
     base["bf16"] = {"enabled": True}
@@ -203,7 +203,7 @@ def test_a_mesh_that_is_planned_is_the_planners(tmp_path):
     assert printed["total"]["device_hours"] > 0
 
 
-def test_the_configs_are_what_training_reads(tmp_path):
+def test_configs_are_accepted_by_training(tmp_path):
     ladder = ladder_of(str(write(tmp_path)))
     ladder.write_configs()
     for rung in ladder.rungs:
@@ -228,7 +228,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("setting", HUGE)
-def test_what_is_far_too_large_is_refused_at_once(tmp_path, setting):
+def test_excessive_sizes_are_refused_at_once(tmp_path, setting):
     started = time.process_time()
     with pytest.raises(ConfigError, match=rf"{setting} = .*: (must be|the nearest|is above)"):
         ladder_of(str(write(tmp_path, **HUGE[setting])))

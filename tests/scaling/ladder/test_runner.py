@@ -49,11 +49,11 @@ def place(tmp_path, monkeypatch):
 
 def run(file, parallel=2):
     """The exit code, the rows' states, and what was printed."""
-    out = Console(file=(file.parent / "said.txt").open("w"), width=300)
+    out = Console(file=(file.parent / "output.txt").open("w"), width=300)
     code, ladder = execute(lambda: ladder_of(str(file)), parallel, out)
     out.file.close()
     states = {rung.run.name: rung.state.name for rung in ladder.rungs}
-    return code, states, (file.parent / "said.txt").read_text()
+    return code, states, (file.parent / "output.txt").read_text()
 
 
 def printed_plan(ladder):
@@ -66,7 +66,7 @@ def started(place):
     return [json.loads(line) for line in (place / "runs/started").read_text().splitlines()]
 
 
-def test_every_run_is_trained_once_and_a_second_start_does_nothing(place):
+def test_second_start_of_a_finished_ladder_does_nothing(place):
     file = write(place)
     code, states, printed = run(file)
     assert code == 0 and states == dict.fromkeys(NAMES, "finished"), printed
@@ -80,7 +80,7 @@ def test_every_run_is_trained_once_and_a_second_start_does_nothing(place):
     assert run(file)[:2] == (0, states) and started(place) == lines
 
 
-def test_runs_that_tune_come_first_and_set_the_others(place):
+def test_tuning_runs_come_first_and_set_the_others(place):
     hyperparameters = {"learning_rate": 0.01, "batch_tokens": 64, "tune": {}}
     changes = {"budgets": {"tokens": [1920, 3840, 7680]}, "hyperparameters": hyperparameters}
     file = write(place, **changes)
@@ -100,7 +100,7 @@ def test_runs_that_tune_come_first_and_set_the_others(place):
     assert run(file)[0] == 0 and len(started(place)) == 20
 
 
-def test_a_best_rate_at_the_edge_stops_the_ladder(place):
+def test_best_rate_at_the_edge_stops_the_ladder(place):
     hyperparameters = {"learning_rate": 0.1, "batch_tokens": 64, "tune": {}}
     file = write(place, hyperparameters=hyperparameters, budgets={"tokens": [1920, 3840]})
     with pytest.raises(ConfigError, match="the best one must have others on both sides"):
@@ -112,7 +112,7 @@ def test_a_best_rate_at_the_edge_stops_the_ladder(place):
     assert len(started(place)) == 14 + 6 + 4, "the first ones are not trained again"
 
 
-def test_a_failed_run_is_named_and_the_rest_goes_on(place):
+def test_failed_run_is_named_and_others_continue(place):
     (place / f"runs/{NAMES[2]}.fails").touch()
     code, states, printed = run(write(place))
     assert code == 1
@@ -124,7 +124,7 @@ def test_a_failed_run_is_named_and_the_rest_goes_on(place):
     assert len(started(place)) == 5
 
 
-def test_a_request_to_stop_stops_all_and_the_next_start_goes_on(place):
+def test_stop_request_stops_all_runs_and_the_next_start_resumes(place):
     for name in NAMES[2:]:  # the longest are the first
         (place / f"runs/{name}.waits").touch()
 
@@ -147,7 +147,7 @@ def test_a_request_to_stop_stops_all_and_the_next_start_goes_on(place):
     assert len(started(place)) == 6
 
 
-def test_forks_wait_for_their_trunk_and_begin_at_its_checkpoints(place):
+def test_forks_start_from_checkpoints_of_their_trunk(place):
     file = write(place, schedule={"type": "forks"}, budgets={"tokens": [3200, 6400]})
     code, states, printed = run(file)
     assert code == 0 and set(states.values()) == {"finished"}, printed
@@ -183,7 +183,7 @@ def test_forks_wait_for_their_trunk_and_begin_at_its_checkpoints(place):
                 shutil.rmtree(path)
 
 
-def test_a_failed_trunk_fails_its_forks(place):
+def test_failed_trunk_fails_its_forks(place):
     file = write(place, schedule={"type": "forks"}, budgets={"tokens": [3200, 6400]})
     trunk = next(r.run.name for r in ladder_of(str(file)).rungs if r.run.kind == "trunk")
     (place / f"runs/{trunk}.fails").touch()
@@ -197,7 +197,7 @@ SIZES = [{"model": {"hidden_size": h, "num_hidden_layers": 1}} for h in (16, 32,
 HELD = [{"size": {"model": {"hidden_size": 96, "num_hidden_layers": 1}}, "tokens": 64000}]
 
 
-def test_a_held_out_run_is_not_started_where_a_run_failed(place):
+def test_held_out_run_is_not_started_after_a_failure(place):
     file = write(place, sizes=SIZES, budgets={"tokens": [640, 1280, 2560]}, held_out=HELD)
     (place / "runs/2.59k-d640.fails").touch()
     code, states, printed = run(file)
@@ -207,7 +207,7 @@ def test_a_held_out_run_is_not_started_where_a_run_failed(place):
 
 
 @pytest.mark.slow  # the fit takes half a minute; tests/scaling/test_forecast.py registers others
-def test_a_held_out_run_starts_after_its_forecast_is_registered(place, monkeypatch):
+def test_held_out_run_starts_after_its_forecast_is_registered(place, monkeypatch):
     pytest.importorskip("scipy")
     monkeypatch.setattr(runner, "DRAWS", 20)
     file = write(place, sizes=SIZES, budgets={"tokens": [640, 1280, 2560]}, held_out=HELD)
@@ -223,14 +223,14 @@ def test_a_held_out_run_starts_after_its_forecast_is_registered(place, monkeypat
     assert runner.register(ladder, held_run) is None  # never again
 
 
-def test_a_held_out_run_that_cannot_be_forecast_is_not_started(place):
+def test_held_out_run_without_a_forecast_is_not_started(place):
     code, states, printed = run(write(place, held_out=HELD))
     assert code == 1
     assert sorted(states.values()) == ["finished"] * 4 + ["new"]
     assert "cannot register its forecast: " in " ".join(printed.split())
 
 
-def test_a_run_that_a_killed_ladder_still_saves_is_waited_for(place):
+def test_run_still_saving_after_a_kill_is_waited_for(place):
     """The longest one, which would be the first."""
     file = write(place)
     (*others, held) = NAMES
@@ -252,7 +252,7 @@ def test_a_run_that_a_killed_ladder_still_saves_is_waited_for(place):
     assert printed.count(f"{held}: waiting for process {os.getpid()}") == 1
 
 
-def test_devices_are_dealt_out(place, monkeypatch):
+def test_devices_are_divided_among_runs(place, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     assert run(write(place))[0] == 0
     assert {line[3] for line in started(place)} == {"4", "7"}
@@ -261,7 +261,7 @@ def test_devices_are_dealt_out(place, monkeypatch):
         run(write(place / "other", mesh={"dp": 4}))
 
 
-def test_a_finished_run_is_the_same_on_another_mesh_and_not_with_another_rate(place):
+def test_finished_run_is_known_by_its_rate_and_not_by_its_mesh(place):
     file = write(place)
     assert run(file)[0] == 0
     base = micro(place)["base"]
@@ -273,7 +273,7 @@ def test_a_finished_run_is_the_same_on_another_mesh_and_not_with_another_rate(pl
         ladder_of(str(write(place, hyperparameters=changed)))
 
 
-def test_one_ladder_is_run_once_at_a_time(place):
+def test_ladder_is_locked_while_it_runs(place):
     file = write(place)
     lock = runner.Lock(place / "runs" / runner.LOCK)
     lock.take()
@@ -284,7 +284,7 @@ def test_one_ladder_is_run_once_at_a_time(place):
         lock.release()
 
 
-def test_a_folder_that_a_kill_left_half_written(place):
+def test_half_written_folder_is_completed(place):
     file = write(place)
     assert run(file)[0] == 0
     (one, *_) = (rung.run for rung in ladder_of(str(file)).rungs)
@@ -298,7 +298,7 @@ def test_a_folder_that_a_kill_left_half_written(place):
         state_of(one)
 
 
-def test_the_commands_print_one_object_with_the_same_keys(place, monkeypatch, capsys):
+def test_commands_print_one_object_with_the_same_keys(place, monkeypatch, capsys):
     def scaled(*arguments):
         monkeypatch.setattr(sys, "argv", ["scale.py", *map(str, arguments), "--json"])
         code = scale.main()
@@ -323,7 +323,7 @@ def test_the_commands_print_one_object_with_the_same_keys(place, monkeypatch, ca
     assert scaled("run", "--ladder", file)[0] == 1
 
 
-def test_on_a_terminal_there_are_bars(place, monkeypatch):
+def test_terminal_shows_progress_bars(place, monkeypatch):
     """The runs that train, each with its steps and its loss, and all of them."""
     monkeypatch.setenv("TERM", "xterm-256color")
     file = write(place)
@@ -341,7 +341,7 @@ def test_on_a_terminal_there_are_bars(place, monkeypatch):
     assert "3/4" in during
 
 
-def test_devices_are_numbered_as_cuda_does(tmp_path, monkeypatch):
+def test_devices_are_numbered_as_by_cuda(tmp_path, monkeypatch):
     """In a container that has the host's GPUs 3 and 10 alone, they are 0 and 1."""
     for name in ("nvidia3", "nvidia10", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()

@@ -34,7 +34,7 @@ def calls_of(folder, script, task):
     return [line.split() for line in calls.read_text().splitlines()]
 
 
-def test_slurm_arrays_name_every_run_once_and_follow_each_other(tmp_path):
+def test_slurm_arrays_have_every_run_once_in_order(tmp_path):
     held = [{"size": {"model": {"hidden_size": 64, "num_hidden_layers": 1}}, "tokens": 64000}]
     sizes = [
         {"model": {"hidden_size": 16, "num_hidden_layers": 1}},
@@ -67,7 +67,7 @@ def test_slurm_arrays_name_every_run_once_and_follow_each_other(tmp_path):
     assert after == ["", "", one, one, two]
 
 
-def test_runs_that_tune_are_submitted_alone(tmp_path):
+def test_tuning_runs_are_submitted_alone(tmp_path):
     """The configs of the others depend on their losses."""
     hyperparameters = {"learning_rate": 0.01, "batch_tokens": 64, "tune": {}}
     ladder = ladder_of(str(write(tmp_path, hyperparameters=hyperparameters)))
@@ -77,7 +77,7 @@ def test_runs_that_tune_are_submitted_alone(tmp_path):
     assert f"{ladder.directory.absolute() / 'tuning'}/" in job.read_text()
 
 
-def test_a_job_goes_on_as_its_run_does(tmp_path):
+def test_restarted_job_resumes_its_run(tmp_path):
     """A fork by the number of its newest checkpoint: "auto" may start afresh, without its trunk."""
     budgets = {"tokens": [3200, 6400]}
     ladder = ladder_of(str(write(tmp_path, schedule={"type": "forks"}, budgets=budgets)))
@@ -97,7 +97,7 @@ def test_a_job_goes_on_as_its_run_does(tmp_path):
             assert call[-1] == ("20" if run.trunk else "auto")
 
 
-def test_a_forecast_leaves_the_other_held_out_runs_out(tmp_path):
+def test_forecast_skips_other_held_out_runs(tmp_path):
     held = [
         {"size": {"model": {"hidden_size": 64, "num_hidden_layers": n}}, "tokens": 64000}
         for n in (1, 2, 3)

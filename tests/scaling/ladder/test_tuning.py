@@ -23,13 +23,13 @@ def tried(budget, rate, batch, bend=0.0):
         yield budget, (r, b), 3 + 0.2 * x**2 + bend * x**3 + 0.1 * y**2
 
 
-def test_the_factors_are_the_means_of_both_budgets():
+def test_factors_are_means_over_both_budgets():
     runs = [*tried(1e10, 0.6, 0.8), *tried(2e10, 1.2, 1.25)]
     rate, batch = best_factors(runs)
     assert rate == pytest.approx((0.6 * 1.2) ** 0.5) and batch == pytest.approx(1)
 
 
-def test_the_parabola_goes_through_the_lowest_three():
+def test_parabola_goes_through_the_lowest_three():
     runs = list(tried(1e10, 0.7, 1.0, bend=0.02))
     curve = [(log(r), loss) for _, (r, b), loss in runs if b == 1 and r in (0.25, 0.5, 1.0, 2.0)]
     lowest = min(range(4), key=lambda i: curve[i][1])
@@ -38,7 +38,7 @@ def test_the_parabola_goes_through_the_lowest_three():
     assert log(best_factors(runs)[0]) == pytest.approx(-slope / 2 / square)
 
 
-def test_a_neighbour_that_diverged_leaves_the_best_one():
+def test_best_pair_is_kept_if_its_neighbour_diverged():
     runs = [
         (budget, pair, np.inf if pair == (2.0, 1.0) else loss)
         for budget, pair, loss in tried(1e10, 1.1, 1.0)
@@ -46,7 +46,7 @@ def test_a_neighbour_that_diverged_leaves_the_best_one():
     assert best_factors(runs)[0] == 1
 
 
-def test_the_smallest_batch_may_be_the_best_and_the_smallest_rate_not():
+def test_smallest_batch_may_be_best_but_not_the_smallest_rate():
     assert best_factors(tried(1e10, 1, 0.3))[1] == pytest.approx(0.5)
     alone = [run for run in tried(1e10, 0.9, 0.3) if run[1][1] == 1]
     assert best_factors(alone) == pytest.approx((0.9, 1)), "of one batch"
