@@ -1,4 +1,4 @@
-"""The mesh on real ranks: coordinates, groups, transfers, time-outs, and how a process finds its place."""
+"""The mesh on real ranks: coordinates, groups, transfers, time-outs, and the place of a process."""
 
 import os
 import time
