@@ -168,7 +168,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damage_is_found_and_named(damage, sound, tmp_path):
+def test_damage_is_detected_and_named(damage, sound, tmp_path):
     folder, *rest = sound
     shutil.copytree(folder, tmp_path / "out")
     difference = damage(tmp_path / "out")
@@ -177,7 +177,7 @@ def test_damage_is_found_and_named(damage, sound, tmp_path):
     assert any(difference in what for what in proof.differs), proof.differs
 
 
-def test_a_wrong_mapping_of_names_is_found_by_the_logits_alone(tmp_path, monkeypatch):
+def test_logits_detect_a_wrong_mapping_of_names(tmp_path, monkeypatch):
     """What writes and reads back by one mistaken rule agrees with itself."""
     family = models.huggingface("llama")
     right = family.to_huggingface
@@ -197,7 +197,7 @@ def test_a_wrong_mapping_of_names_is_found_by_the_logits_alone(tmp_path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_the_tokenizer_is_the_one_of_the_run_and_no_other(tmp_path):
+def test_tokenizer_is_that_of_the_run(tmp_path):
     run = checkpoint_of(MODELS["GPT2LMHeadModel"], tmp_path, tokenizer_in(tmp_path / "own"))
     source = CheckpointSource(run)
     proof = export(
@@ -218,7 +218,7 @@ def test_the_tokenizer_is_the_one_of_the_run_and_no_other(tmp_path):
     assert source.about(tmp_path / "out").tokenizer == tmp_path / "out"
 
 
-def test_a_model_that_no_class_can_be_is_refused(tmp_path):
+def test_model_without_a_class_is_refused(tmp_path):
     config = small("llama", attention_bias=True, qk_norm=True)
     with pytest.raises(ConfigError, match="no class of transformers has exactly these switches"):
         exported(config, tmp_path)
@@ -226,7 +226,7 @@ def test_a_model_that_no_class_can_be_is_refused(tmp_path):
         exported(small("gpt"), tmp_path / "gpt", architecture="LlamaForCausalLM")
 
 
-def test_a_damaged_checkpoint_is_not_exported(tmp_path):
+def test_damaged_checkpoint_is_not_exported(tmp_path):
     run = checkpoint_of(MODELS["GPT2LMHeadModel"], tmp_path)
     path = run / "checkpoints/step-10/shard-00001-of-00002.safetensors"
     data = bytearray(path.read_bytes())
@@ -242,7 +242,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
         source.check()  # and again
 
 
-def test_other_values_than_were_written_are_found(tmp_path, monkeypatch):
+def test_changed_values_in_an_export_are_detected(tmp_path, monkeypatch):
     """The read-back believes neither the writer, nor that what it wrote stayed as it was."""
     right = conversion.write_tensor
 

@@ -65,7 +65,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_is_read_is_what_was_trained(case, tmp_path):
+def test_written_weights_equal_the_trained_ones(case, tmp_path):
     directory = tmp_path / "run"
     ranks = run_locally(train_and_save, case.world_size, case, directory)
     tensors = read(directory / "weights", case.config.model)
@@ -115,7 +115,7 @@ def save_with_a_full_disk(rank, directory):
     return None
 
 
-def test_a_failed_write_leaves_the_old_folder_and_fails_everywhere(tmp_path):
+def test_failed_write_keeps_the_old_folder_and_fails_on_all_ranks(tmp_path):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights/model.safetensors").write_text("of the run's last end")
     for error in run_locally(mortal, 2, save_with_a_full_disk, tmp_path):
@@ -136,7 +136,7 @@ def save_on_two_hosts(rank, directory):
     return None
 
 
-def test_two_hosts_that_share_no_folder_leave_nothing_that_looks_whole(tmp_path):
+def test_hosts_without_a_shared_folder_leave_no_complete_folder(tmp_path):
     for error in run_locally(save_on_two_hosts, 2, tmp_path):
         assert "model.safetensors was created on another node, and is not visible here" in error, (
             error
@@ -186,7 +186,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_the_same_weights_are_the_same_bytes_from_every_mesh(config, tmp_path):
+def test_files_are_identical_from_every_mesh(config, tmp_path):
     """Of one process, which knows no mesh and no engine, in the same shards; every family whole."""
     layout = WeightFiles(config.model, shard_bytes=SHARDS)
     create(tmp_path / "alone", layout)

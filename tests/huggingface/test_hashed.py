@@ -32,7 +32,7 @@ def out_of(shape, turned):
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("order", [*permutations("abc"), "b", "", "aab"], ids="".join)
-def test_the_hash_is_that_of_all_bytes_in_their_order(made, order, turned):
+def test_hash_covers_all_bytes_in_order(made, order, turned):
     path, entry, values = made
     file = HashedChunks(path, entry)
     chunks = {chunk.name: chunk for chunk in file.chunks}
@@ -44,7 +44,7 @@ def test_the_hash_is_that_of_all_bytes_in_their_order(made, order, turned):
     assert HashedChunks(path, Entry(entry.size, "0" * 32)).check() != ""
 
 
-def test_what_is_read_in_order_is_read_once(made, monkeypatch):
+def test_sequential_reads_read_each_byte_once(made, monkeypatch):
     path, entry, _ = made
     file = HashedChunks(path, entry)
     first = 8 + int.from_bytes(path.read_bytes()[:8], "little")
@@ -64,7 +64,7 @@ def test_what_is_read_in_order_is_read_once(made, monkeypatch):
 
 @pytest.mark.parametrize("at", [9, -1, 600_000])
 @pytest.mark.parametrize("read", ["", "abc"])
-def test_one_changed_byte_is_found(made, at, read):
+def test_changed_byte_is_detected(made, at, read):
     path, entry, _ = made
     file = HashedChunks(path, entry)
     chunks = {chunk.name: chunk for chunk in file.chunks}
@@ -76,7 +76,7 @@ def test_one_changed_byte_is_found(made, at, read):
     assert "do not match the manifest" in file.check()
 
 
-def test_a_file_that_has_become_shorter_or_longer_is_found(made):
+def test_changed_length_is_detected(made):
     path, entry, _ = made
     data = path.read_bytes()
     for other in (data[:-4], data + b"\0"):

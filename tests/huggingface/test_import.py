@@ -56,7 +56,7 @@ def test_every_architecture_is_proved(name, tmp_path):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_layer_that_predicts_further_tokens_is_left_out(tmp_path):
+def test_multi_token_prediction_layer_is_skipped(tmp_path):
     """GLM-4.5's files have one behind the last layer, which transformers does not read."""
     folder = save("glm4_moe, norms", tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
@@ -70,7 +70,7 @@ def test_a_layer_that_predicts_further_tokens_is_left_out(tmp_path):
     assert load_file(tmp_path / "out/model.safetensors").keys() == tensors.keys()
 
 
-def test_types_stay_and_what_is_superfluous_goes(tmp_path):
+def test_types_are_kept_and_superfluous_tensors_dropped(tmp_path):
     folder = save("gpt2", tmp_path / "model", torch.float16)
     tensors = load_file(folder / "model.safetensors")
     extra = {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4)}
@@ -86,7 +86,7 @@ def test_types_stay_and_what_is_superfluous_goes(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pythia", "neox one after the other"])
-def test_an_output_projection_of_either_name_is_the_same(name, tmp_path):
+def test_output_projection_is_accepted_by_either_name(name, tmp_path):
     """transformers reads GPT-NeoX's as embed_out and as lm_head; tied, as a copy or not at all."""
     folder = save(name, tmp_path / "model")
     other = tmp_path / "other"
@@ -114,14 +114,14 @@ def test_an_output_projection_of_either_name_is_the_same(name, tmp_path):
         import_folder(other, tmp_path / "both")
 
 
-def test_a_wrong_reading_of_config_json_is_found_by_the_logits(tmp_path, monkeypatch):
+def test_logits_detect_a_misread_config_json(tmp_path, monkeypatch):
     right = llama._rope
     monkeypatch.setattr(llama, "_rope", lambda fields: (7e5, *right(fields)[1:]))
     proof = import_folder(save("llama3", tmp_path / "model"), tmp_path / "out")
     assert [text[:18] for text in proof.differs] == ["logits: differ by "]
 
 
-def test_other_values_than_the_folders_are_found(tmp_path, monkeypatch):
+def test_changed_values_are_detected(tmp_path, monkeypatch):
     right = conversion.PublishedWeights.read_whole
 
     def wrong(self, name):
@@ -136,7 +136,7 @@ def test_other_values_than_the_folders_are_found(tmp_path, monkeypatch):
     assert any(difference in what for what in proof.differs), proof.differs
 
 
-def test_what_cannot_be_imported_is_refused(tmp_path):
+def test_unsupported_models_are_refused(tmp_path):
     folder = save("llama2", tmp_path / "model")
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine").touch()

@@ -58,7 +58,7 @@ def test_every_multiplier_is_folded(name, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
-def test_without_folding_the_logits_tell(family, tmp_path):
+def test_logits_detect_a_missing_multiplier(family, tmp_path):
     with patch.object(weight_files, "fold", lambda value, factors: value):
         proof = exported(wide(family, MUP), tmp_path)
     assert not proof.ok and "logits: differ by up to" in proof.differs[0], proof
@@ -71,7 +71,7 @@ def test_powers_of_two_are_exact_in_half_precision(dtype, tmp_path):
     assert proof.ok and len(proof.checked) == 4, proof
 
 
-def test_what_half_precision_would_round_is_refused_by_name(tmp_path):
+def test_rounding_in_half_precision_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError) as refusal:
         exported(wide("gpt", MUP), tmp_path, "bf16")
     for text in (
@@ -84,7 +84,7 @@ def test_what_half_precision_would_round_is_refused_by_name(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_our_own_names_keep_our_own_weights():
+def test_own_names_keep_own_weights():
     """Where transformers has no class, what is saved is ours, multipliers and all."""
     config = wide("llama", MUP, attention_bias=True, qk_norm=True)
     layout = WeightFiles(config)

@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "pythia"])
 @given(st.data())
-def test_any_box_is_what_a_slice_of_the_whole_is(name, folders, data):
+def test_box_equals_the_slice_of_the_whole_tensor(name, folders, data):
     weights = opened(folders[name])
     ours = data.draw(st.sampled_from(list(weights.shapes)))
     value = weights.read_whole(ours)
@@ -48,7 +48,7 @@ def test_any_box_is_what_a_slice_of_the_whole_is(name, folders, data):
     assert torch.equal(out, value[tuple(ends)])
 
 
-def test_shards_half_precision_and_bare_names_are_one_model(folders, tmp_path):
+def test_shards_half_precision_and_bare_names_give_the_same_model(folders, tmp_path):
     tensors = load_file(folders["gpt2"] / "model.safetensors")
     half = save("gpt2", tmp_path / "half", torch.bfloat16, max_shard_size="20KB")
     assert len(list(half.glob("model-*.safetensors"))) > 2
@@ -72,7 +72,7 @@ def test_shards_half_precision_and_bare_names_are_one_model(folders, tmp_path):
         opened(bare).check_tied()
 
 
-def test_what_old_versions_saved_of_neox_beside_its_weights_is_passed_over(folders, tmp_path):
+def test_old_buffers_of_neox_are_ignored(folders, tmp_path):
     tensors = load_file(folders["pythia"] / "model.safetensors")
     for name in ("bias", "masked_bias", "rotary_emb.inv_freq"):
         tensors[f"gpt_neox.layers.2.attention.{name}"] = torch.ones(1)
@@ -82,7 +82,7 @@ def test_what_old_versions_saved_of_neox_beside_its_weights_is_passed_over(folde
     assert len(weights.stored) == len(weights.shapes) == len(tensors) - 3
 
 
-def test_a_rank_reads_its_own_bytes_and_no_others(folders, monkeypatch):
+def test_rank_reads_only_its_own_bytes(folders, monkeypatch):
     reads = []
     preadv = os.preadv
     monkeypatch.setattr("parallel3d.checkpoint.chunks.GAP_BYTES", 0)
@@ -127,7 +127,7 @@ def quantised(tensors):
 
 
 @pytest.mark.parametrize("damage", [missing, another_shape, extra, quantised])
-def test_what_is_not_the_model_of_config_json_is_refused(damage, folders, tmp_path):
+def test_weights_that_contradict_config_json_are_refused(damage, folders, tmp_path):
     tensors = load_file(folders["llama2"] / "model.safetensors")
     problem = damage(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -137,14 +137,14 @@ def test_what_is_not_the_model_of_config_json_is_refused(damage, folders, tmp_pa
 
 
 @pytest.mark.parametrize("cut", [0, 5, 300, -1])
-def test_a_file_that_is_cut_off_is_refused(cut, folders, tmp_path):
+def test_truncated_file_is_refused(cut, folders, tmp_path):
     data = (folders["llama2"] / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:cut])
     with pytest.raises(CheckpointError, match="is not a valid safetensors file"):
         PublishedWeights(tmp_path, config_of(folders["llama2"]))
 
 
-def test_a_name_in_two_shards_is_refused(folders, tmp_path):
+def test_name_in_two_shards_is_refused(folders, tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors").write_bytes(
             (folders["llama2"] / "model.safetensors").read_bytes()

@@ -42,7 +42,7 @@ def remove(rank, folder):
     shutil.rmtree(folder)
 
 
-def test_a_run_starts_from_the_model_and_goes_on_without_it(raw, tmp_path):
+def test_run_starts_from_the_model_and_resumes_without_it(raw, tmp_path):
     folder = tmp_path / "model"
     run = tmp_path / "runs/a"
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -64,7 +64,7 @@ def test_a_run_starts_from_the_model_and_goes_on_without_it(raw, tmp_path):
     assert origin["folder"] == str(folder) and origin["weights"]
 
 
-def test_another_tokenizer_than_the_models_is_remarked_on(tmp_path):
+def test_other_tokenizer_than_that_of_the_model_gives_a_remark(tmp_path):
     model = tokenizer_in(tmp_path / "model")
     same = tokenizer_in(tmp_path / "same")
     other = tokenizer_in(tmp_path / "other", ["in to it"])

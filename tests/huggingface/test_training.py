@@ -76,7 +76,7 @@ def largest_errors(folder, mesh, tmp_path, **changes):
         ("qwen3_moe, dense layers", (2, 1, 2)),
     ],
 )
-def test_training_on_is_that_of_transformers(name, mesh, tmp_path):
+def test_continued_training_equals_transformers(name, mesh, tmp_path):
     errors = largest_errors(save(name, tmp_path / "model"), mesh, tmp_path)
     assert errors.within(1e-5), errors
 
@@ -84,7 +84,7 @@ def test_training_on_is_that_of_transformers(name, mesh, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 1, 4)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_training_on_from_each_architecture_on_each_mesh(name, mesh, tmp_path):
+def test_continued_training_of_each_architecture_on_each_mesh(name, mesh, tmp_path):
     errors = largest_errors(save(name, tmp_path / "model"), mesh, tmp_path, **CHANGES.get(name, {}))
     print(name, mesh, errors)
     assert errors.within(1e-5), errors
@@ -121,7 +121,7 @@ OTHERS = tuple(name for name in MODELS if "," in name and name not in FEW + EXPE
     ],
     ids=str,
 )
-def test_a_tiny_step_exports_the_same_model(names, mesh, tmp_path):
+def test_export_after_a_tiny_step_is_the_same_model(names, mesh, tmp_path):
     """The same bits, and a config.json by which transformers computes the same logits."""
     folders = [save(name, tmp_path / name) for name in names]
     run_locally(save_on_rank, prod(mesh), folders, mesh)
@@ -152,7 +152,7 @@ MESHES = [((2, 1, 2), 0, "none"), ((1, 2, 2), 3, "cpu")]
 
 
 @pytest.mark.usefixtures("cpu_adam")
-def test_every_shard_has_its_elements_exactly(tmp_path):
+def test_every_shard_has_exactly_its_elements(tmp_path):
     """From bfloat16, which fp32 masters hold to the bit; at ZeRO 0, and 3 with offload."""
     folder = save("qwen3", tmp_path / "model", torch.bfloat16)
     configs = []

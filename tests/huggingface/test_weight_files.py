@@ -44,7 +44,7 @@ def read(folder):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", [small("gpt"), small("llama", num_key_value_heads=2)], ids=repr)
-def test_files_hold_what_was_written_in_shards_as_transformers_cuts_them(tmp_path, config, dtype):
+def test_shards_are_those_of_transformers(tmp_path, config, dtype):
     layout = WeightFiles(config, DTYPES[dtype], shard_bytes=9_000)
     write(tmp_path / "out", layout)
     expected = models.huggingface(config.family).to_huggingface(config, weights_of(config))
@@ -67,7 +67,7 @@ def test_files_hold_what_was_written_in_shards_as_transformers_cuts_them(tmp_pat
 
 
 @pytest.mark.parametrize("name", EVERY_FAMILY)
-def test_the_class_that_the_config_names_has_these_tensors(name):
+def test_class_named_by_the_config_has_these_tensors(name):
     """Of each switch of each family, under the names in files; the meta device holds no values."""
     layout = WeightFiles(EVERY_FAMILY[name])
     if layout.refusal:

@@ -118,7 +118,7 @@ class Place:
         return process
 
     def ended(self, *arguments, timeout=200, **settings):
-        """Start it as `forked` does; return its exit code and all that it said."""
+        """Start it as `forked` does; return its exit code and output."""
         with TemporaryDirectory() as folder:
             log = Path(folder, "log.txt")
             process = self.forked(log, *arguments, **settings)
@@ -197,14 +197,14 @@ def environment():
 
 def session(leader):
     """The living processes of the session that `leader` opened."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                processes.append(process)
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
-    return found
+    return processes
 
 
 def wait_until_gone(leader, seconds):

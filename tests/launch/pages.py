@@ -37,12 +37,12 @@ _INLINE = re.compile(r"`((?:python|deepspeed|torchrun) launch/[^`]+)`")
 def commands(page):
     """Its commands in order, one line each; comments, prompts and outputs are left out."""
     text = (ROOT / page).read_text()
-    found = []
+    commands = []
     for block in re.findall(r"(?m)(?:^    .*\n)+", text):
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
             line = re.sub(r"\s{2,}#.*", "", line.strip().removeprefix("$ "))
-            found += [part for part in line.split(" && ") if _PROGRAM.match(part)]
-    return found + [" ".join(inline.split()) for inline in _INLINE.findall(text)]
+            commands += [part for part in line.split(" && ") if _PROGRAM.match(part)]
+    return commands + [" ".join(inline.split()) for inline in _INLINE.findall(text)]
 
 
 def every_command():

@@ -28,7 +28,7 @@ def command(called):
     return command
 
 
-def test_a_run_and_its_checkpoint_give_the_same_folder(run, command, tmp_path):
+def test_run_and_checkpoint_export_the_same_folder(run, command, tmp_path):
     out = tmp_path / "out"
     code, printed, _ = command(run, "--to", out, "--dtype", "bf16", "--shard-size", "20KB")
     assert code == DONE
@@ -38,19 +38,19 @@ def test_a_run_and_its_checkpoint_give_the_same_folder(run, command, tmp_path):
     code, printed, _ = command(
         step, "--to", tmp_path / "again", "--dtype", "bf16", "--shard-size", "20KB", "--json"
     )
-    found = json.loads(printed)
-    assert code == DONE and found["ok"] and found["architecture"] == "GPT2LMHeadModel"
-    assert len(found["checked"]) == 4 and found["differs"] == []
+    report = json.loads(printed)
+    assert code == DONE and report["ok"] and report["architecture"] == "GPT2LMHeadModel"
+    assert len(report["checked"]) == 4 and report["differs"] == []
     names = {path.name for path in out.iterdir()}
     assert {"model.safetensors.index.json", "config.json", "README.md"} <= names
     for name in names:
         assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
     weights = [path for path in out.iterdir() if path.suffix == ".safetensors"]
     assert len(weights) > 2 and max(path.stat().st_size for path in weights) < 30_000
-    assert sum(path.stat().st_size for path in weights) > found["bytes"]
+    assert sum(path.stat().st_size for path in weights) > report["bytes"]
 
 
-def test_the_folder_that_one_is_in_will_do(run, command, tmp_path, monkeypatch):
+def test_working_directory_is_accepted_as_target(run, command, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert command(run, "--to", ".")[0] == DONE
@@ -58,7 +58,7 @@ def test_the_folder_that_one_is_in_will_do(run, command, tmp_path, monkeypatch):
     assert (tmp_path / "here/model.safetensors").is_file()
 
 
-def test_a_failed_check_is_1_and_leaves_nothing(run, command, tmp_path, monkeypatch):
+def test_failed_check_exits_with_1_and_leaves_no_folder(run, command, tmp_path, monkeypatch):
     family = models.huggingface("gpt")
     right = family.to_huggingface
 
@@ -67,13 +67,13 @@ def test_a_failed_check_is_1_and_leaves_nothing(run, command, tmp_path, monkeypa
 
     monkeypatch.setattr(family, "to_huggingface", negative)
     code, printed, _ = command(run, "--to", tmp_path / "out", "--json")
-    found = json.loads(printed)
-    assert code == FAILED and not found["ok"] and "logits: differ by up to" in found["differs"][0]
+    report = json.loads(printed)
+    assert code == FAILED and not report["ok"] and "logits: differ by up to" in report["differs"][0]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["{run}", "--to", "{run}"], "run: exists and is not empty; remove it, or name another"),
         (["{run}/none", "--to", "{run}/out"], "none: no checkpoint there"),
@@ -87,14 +87,14 @@ def test_a_failed_check_is_1_and_leaves_nothing(run, command, tmp_path, monkeypa
         ),
     ],
 )
-def test_a_wrong_input_is_2(words, said, run, command):
+def test_a_wrong_input_is_2(words, message, run, command):
     code, printed, errors = command(*(word.format(run=run) for word in words))
     assert (code, printed) == (BAD_INPUT, "")
-    assert said in errors and "Traceback" not in errors
+    assert message in errors and "Traceback" not in errors
     assert not (run / "out").exists()
 
 
-def test_a_published_model_becomes_a_start(run, command, tmp_path):
+def test_published_model_is_imported(run, command, tmp_path):
     assert command(run, "--to", tmp_path / "model", "--dtype", "bf16")[0] == DONE
     code, printed, _ = command(tmp_path / "model", "--to", tmp_path / "start", does="import")
     assert code == DONE and printed.startswith("GPT2LMHeadModel, 28 tensors, ")
@@ -102,15 +102,15 @@ def test_a_published_model_becomes_a_start(run, command, tmp_path):
     code, printed, _ = command(
         tmp_path / "start", "--to", tmp_path / "again", "--json", does="import"
     )
-    found = json.loads(printed)
-    assert code == DONE and found["ok"] and found["tensors"] == 28 and found["differs"] == []
+    report = json.loads(printed)
+    assert code == DONE and report["ok"] and report["tensors"] == 28 and report["differs"] == []
     names = {path.name for path in (tmp_path / "model").iterdir()}
     for name in names:
         files = [(tmp_path / where / name).read_bytes() for where in ("model", "start", "again")]
         assert len({*files}) == 1, name
 
 
-def test_an_import_that_fails_is_1_and_a_wrong_folder_2(run, command, tmp_path, monkeypatch):
+def test_failed_import_exits_with_1_and_wrong_folder_with_2(run, command, tmp_path, monkeypatch):
     assert command(run, "--to", tmp_path / "model")[0] == DONE
     family = models.huggingface("gpt")
     right = family.to_huggingface
@@ -121,8 +121,8 @@ def test_an_import_that_fails_is_1_and_a_wrong_folder_2(run, command, tmp_path, 
     monkeypatch.setattr(family, "to_huggingface", negative)
     words = tmp_path / "model", "--to", tmp_path / "start"
     code, printed, _ = command(*words, "--json", does="import")
-    found = json.loads(printed)
-    assert code == FAILED and not found["ok"] and "is torch.float32" in found["differs"][0]
+    report = json.loads(printed)
+    assert code == FAILED and not report["ok"] and "is torch.float32" in report["differs"][0]
     (tmp_path / "model/model.safetensors").rename(tmp_path / "model/pytorch_model.bin")
     code, printed, errors = command(*words, does="import")
     assert (code, printed) == (

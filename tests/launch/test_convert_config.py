@@ -52,7 +52,7 @@ def converted(tmp_path):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_page_shows_what_the_command_writes(name, converted):
+def test_page_shows_the_written_config(name, converted):
     text, ours = theirs(name)
     config, rows = converted(name, text)
     assert config == ours
@@ -67,7 +67,7 @@ def test_every_config_of_the_page_loads():
 
 
 @pytest.mark.parametrize("framework", [nanotron, neox, megatron])
-def test_tables_lead_to_settings_that_exist(framework):
+def test_tables_name_existing_settings(framework):
     known = {doc.path for doc in settings()} | {"bf16.enabled, fp16.enabled", ""}
     known |= {path.rpartition(".")[0] for path in known} | {"parallel3d.data.mixture"}
     for setting, rule in framework.TABLE.items():
@@ -159,7 +159,7 @@ def of_nanotron(start, decay, style, steps=1000):
         (1000, 200, "1-sqrt", lambda progress: 1),
     ],
 )
-def test_the_rate_is_that_of_nanotron(start, decay, style, shape, converted):
+def test_learning_rate_equals_that_of_nanotron(start, decay, style, shape, converted):
     """nanotron.helpers.lr_scheduler_builder, whose steps are counted from 0 before the first."""
     config, rows = converted("run.yaml", of_nanotron(start, decay, style))
     assert not [row for row in rows.values() if row.verdict == "DIFFERS"]
@@ -171,7 +171,7 @@ def test_the_rate_is_that_of_nanotron(start, decay, style, shape, converted):
         assert rate(config, step - 1) == pytest.approx(expected, rel=1e-6), step
 
 
-def test_a_decay_that_cannot_be_kept_is_reported(converted):
+def test_unsupported_decay_is_reported(converted):
     _, rows = converted("run.yaml", of_nanotron(800, 100, "linear"))
     assert (rows["last step of the decay"].value, rows["shape of the decay"].value) == (
         900,
@@ -209,7 +209,7 @@ def test_samples_need_a_batch(converted):
         ("train.sh", "--normalization RMSNorm", "", "the architecture"),
     ],
 )
-def test_another_model_is_refused_and_nothing_written(
+def test_unsupported_model_is_refused_and_no_file_written(
     name, old, new, setting, tmp_path, called, converted
 ):
     text = theirs(name)[0]
@@ -250,7 +250,7 @@ def test_layers_without_positions(name, old, new, interval, converted):
         ("train.sh", "TP=2", 'if [ "$1" = big ]; then\n  ARGS="--seed 7"\nfi\nTP=2', "seed"),
     ],
 )
-def test_an_unknown_setting_is_listed(name, old, new, setting, converted):
+def test_unknown_setting_is_listed(name, old, new, setting, converted):
     text = theirs(name)[0]
     assert old in text
     config, rows = converted(name, text.replace(old, new))
@@ -258,7 +258,7 @@ def test_an_unknown_setting_is_listed(name, old, new, setting, converted):
     assert "new" not in json.dumps(config) and 'stag"' not in json.dumps(config)
 
 
-def test_a_script_is_read_as_the_shell_reads_it():
+def test_script_is_parsed_like_the_shell():
     script = """
     LAYERS="${LAYERS:-12}" # a default
     export HIDDEN=768
@@ -278,7 +278,7 @@ def test_a_script_is_read_as_the_shell_reads_it():
     }
 
 
-def test_the_files_of_gpt_neox_belong_together(tmp_path):
+def test_files_of_gpt_neox_are_merged(tmp_path):
     text = json.loads(of_neox(**LLAMA, activation="silu", mlp_type="llama"))
     for number, names in enumerate((list(text)[:5], list(text)[5:])):
         (tmp_path / f"{number}.yml").write_text(json.dumps({name: text[name] for name in names}))
@@ -287,7 +287,7 @@ def test_the_files_of_gpt_neox_belong_together(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.yml", "{a: 1\nb: 2}", "line 2"),
         ("a.yml", "- 1", "write a block of settings in YAML"),
@@ -299,13 +299,13 @@ def test_the_files_of_gpt_neox_belong_together(tmp_path):
         ("a.yml", "data_stages: []\nparallelism: 3", "nanotron"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_2(name, text, said, tmp_path, called):
+def test_unusable_file_exits_with_2(name, text, message, tmp_path, called):
     (tmp_path / name).write_text(text)
     code, printed, errors = called(command.main, "convert", "config", tmp_path / name, "--json")
-    assert (code, printed) == (2, "") and said in errors and "Traceback" not in errors
+    assert (code, printed) == (2, "") and message in errors and "Traceback" not in errors
 
 
-def test_a_config_is_written_once(tmp_path, called):
+def test_existing_config_is_not_overwritten(tmp_path, called):
     (tmp_path / "small.yaml").write_text(theirs("small.yaml")[0])
     words = "convert", "config", tmp_path / "small.yaml", "--out", tmp_path / "ds.json"
     code, printed, _ = called(command.main, *words)
@@ -316,16 +316,16 @@ def test_a_config_is_written_once(tmp_path, called):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("none.sh", None, "No such file or directory; use a UTF-8 text file"),
         ("binary.yml", b"\x80\xff\x00" * 9, "'utf-8' codec can't decode byte 0x80"),
         ("list.yml", b"- 1", "has no settings; write a block of settings in YAML"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(name, content, said, tmp_path, called):
+def test_unreadable_file_is_named(name, content, message, tmp_path, called):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     code, printed, errors = called(command.main, "convert", "config", tmp_path / name)
     assert (code, printed) == (2, "") and "Traceback" not in errors
-    assert str(tmp_path / name) in errors and said in errors
+    assert str(tmp_path / name) in errors and message in errors

@@ -16,25 +16,25 @@ def ended(*arguments):
 
 
 @pytest.mark.slow
-def test_it_ends_with_1_where_a_layer_is_not_flat(tmp_path):
+def test_exit_code_is_1_if_a_layer_is_not_flat(tmp_path):
     flags = ["--widths", "32", "64", "--seeds", "1", "--steps", "2", "--json"]
     picture = tmp_path / "a.png"
     done = ended("--config", "ds.json", *flags, "--plot", str(picture))
     assert done.returncode == 1, done.stderr
-    said = json.loads(done.stdout)
-    assert said["passed"] is False and said["widths"] == [32, 64]
-    assert {"name", "slope", "flat"} <= said["layers"][0].keys()
+    report = json.loads(done.stdout)
+    assert report["passed"] is False and report["widths"] == [32, 64]
+    assert {"name", "slope", "flat"} <= report["layers"][0].keys()
     assert "standard: NOT FLAT over the widths 32, 64" in done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--widths", "64"], "scale: --widths 64: only one width; a slope needs at least two"),
         (["--parallel3d.model.parametrization.type", "mup"], "base_width = null: is missing"),
     ],
 )
-def test_what_tells_nothing_is_refused(arguments, said, scaled):
+def test_uninformative_check_is_refused(arguments, message, scaled):
     code, _, err = scaled("coordcheck", "--config", "ds.json", *arguments)
-    assert code == 2 and said in err, err
+    assert code == 2 and message in err, err

@@ -26,7 +26,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("launcher", [PYTHON, torchrun(2), deepspeed(2)], ids=lambda x: x[0][-9:])
-def test_its_numbers_are_the_only_line_on_standard_output(place, launcher):
+def test_standard_output_has_only_the_numbers(place, launcher):
     done = subprocess.run(
         [*launcher, EVALUATE, "runs/a", "--json"],
         cwd=place.root,
@@ -37,11 +37,11 @@ def test_its_numbers_are_the_only_line_on_standard_output(place, launcher):
     )
     assert done.returncode == DONE, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    (found,) = map(json.loads, lines)
+    (report,) = map(json.loads, lines)
     logged = (place.root / "runs/a/metrics.jsonl").read_text().splitlines()[-1]
     loss = json.loads(logged)["held_out_loss"]
     alone = launcher == [sys.executable]
-    assert found["sets"]["held_out"]["loss"] == (loss if alone else pytest.approx(loss, rel=1e-6))
+    assert report["sets"]["held_out"]["loss"] == (loss if alone else pytest.approx(loss, rel=1e-6))
 
 
 def test_a_wrong_input_is_2(place):

@@ -30,7 +30,7 @@ NO_NAMES = ["..", ".", "-rf", "a/b", "   ", "a\tb", "a\u200bb", "mine.lock", "x"
 BIG = str(10**12)
 HUGE = str(10**30)
 
-# By kind: the words on the command line (and, for a launch, the environment), and what is said.
+# By kind: the words on the command line (and, for a launch, the environment), and the message.
 CASES = {
     "name": [*((NAME, name, "must be a plain name") for name in NO_NAMES)],
     "size": [
@@ -108,7 +108,7 @@ CASES = {
 
 
 def flat(case):
-    """The environment, the words on the command line, and what is said."""
+    """The environment, the words on the command line, and the message."""
     if not isinstance(case[0], str):
         return case[0], [], case[-1]
     return {}, list(case[:-1]) if len(case) == 3 else case[0].split(), case[-1]
@@ -132,12 +132,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def check(code, out, said, what, folder):
-    assert code == BAD_INPUT and out == "", said
-    assert what in said, said
-    assert "Traceback" not in said and len(said) < 700
-    assert said.count("\n") == 1 or " problem" in said.splitlines()[0], said
-    assert "; " in said or ", or " in said or ", " in said  # the remedy
+def check(code, out, err, what, folder):
+    assert code == BAD_INPUT and out == "", err
+    assert what in err, err
+    assert "Traceback" not in err and len(err) < 700
+    assert err.count("\n") == 1 or " problem" in err.splitlines()[0], err
+    assert "; " in err or ", or " in err or ", " in err  # the remedy
     left = {path.name for path in folder.iterdir()}
     assert left == {"a file", "empty", "cut", "binary"}
 
@@ -147,7 +147,7 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize(("environment", "words", "what"), FLAT, ids=lambda x: str(x)[:60])
-def test_one_message(environment, words, what, folder, monkeypatch, capsys):
+def test_beginner_mistake_gives_one_message(environment, words, what, folder, monkeypatch, capsys):
     def end(code):
         raise Ended(code)
 
@@ -164,7 +164,7 @@ def test_one_message(environment, words, what, folder, monkeypatch, capsys):
     check(code, *capsys.readouterr(), what, folder)
 
 
-def test_one_of_each_kind_through_the_command(folder):
+def test_one_mistake_of_each_kind_through_the_command(folder):
     def run(case):
         environment, words, _ = case
         first = [] if "--config" in words else ["--config", "ds.json"]
@@ -180,5 +180,5 @@ def test_one_of_each_kind_through_the_command(folder):
             check(done.returncode, done.stdout, done.stderr, case[2], folder)
 
 
-def test_there_are_enough():
+def test_list_of_mistakes_is_long_enough():
     assert all(len(cases) >= 10 for cases in CASES.values())

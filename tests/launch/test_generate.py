@@ -47,7 +47,7 @@ def greedy(folder, count):
     return tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
-def test_greedy_is_the_likeliest_token_wherever_the_weights_are(place, command, tmp_path):
+def test_greedy_text_is_the_same_from_every_kind_of_weights(place, command, tmp_path):
     wanted = greedy(place / "out", 12)
     assert wanted.startswith(PROMPT) and len(wanted) > len(PROMPT)
     run = tmp_path / "run"
@@ -58,16 +58,16 @@ def test_greedy_is_the_likeliest_token_wherever_the_weights_are(place, command, 
         (run / "checkpoints/step-10", "run/checkpoints/step-10"),
         (place / "out", "out"),
     ):
-        code, printed, said = command(path, *words, "--greedy")
+        code, printed, err = command(path, *words, "--greedy")
         assert (code, printed.rstrip("\n")) == (DONE, wanted.rstrip("\n")), path
-        assert f"{which}\n" in said
+        assert f"{which}\n" in err
     shutil.copytree(place / "out", run / "weights")
-    code, printed, said = command(run, *words, "--top-k", 1, "--seed", 5)
+    code, printed, err = command(run, *words, "--top-k", 1, "--seed", 5)
     assert (code, printed.rstrip("\n")) == (DONE, wanted.rstrip("\n"))
-    assert said == f"using the weights of {run / 'weights'}\n"
+    assert err == f"using the weights of {run / 'weights'}\n"
 
 
-def test_a_seed_is_a_text(place, command):
+def test_text_depends_only_on_the_seed(place, command):
     words = (place / "out", "--prompt", PROMPT, "--max-new-tokens", 12, "--temperature", 1.5)
     texts = [command(*words, "--seed", seed)[1] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
@@ -76,14 +76,14 @@ def test_a_seed_is_a_text(place, command):
     assert narrow[0] == narrow[1] == command(*words[:5], "--greedy")[1]
 
 
-def test_no_more_tokens_than_the_model_reads(place, command):
+def test_text_beyond_the_context_is_refused(place, command):
     assert command(place / "out", "--prompt", PROMPT, "--max-new-tokens", 1000)[0] == DONE
-    code, _, said = command(place / "out", "--prompt", PROMPT * 50)
-    assert code == BAD_INPUT and "the model's context is 64; shorten it" in said
+    code, _, err = command(place / "out", "--prompt", PROMPT * 50)
+    assert code == BAD_INPUT and "the model's context is 64; shorten it" in err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["{place}/none", "--prompt", ""], "none: does not exist"),
         (["{place}", "--prompt", ""], "no checkpoint there"),
@@ -92,13 +92,13 @@ def test_no_more_tokens_than_the_model_reads(place, command):
         (["{place}/out", "--prompt", "", "--temperature", "0"], "--temperature = 0: must be above"),
     ],
 )
-def test_a_wrong_input_is_2(words, said, place, command):
+def test_a_wrong_input_is_2(words, message, place, command):
     code, printed, errors = command(*(word.format(place=place) for word in words))
     assert (code, printed) == (BAD_INPUT, "")
-    assert said in errors and "Traceback" not in errors
+    assert message in errors and "Traceback" not in errors
 
 
-def test_a_report_has_what_each_checkpoint_writes(place, command):
+def test_report_has_the_text_of_each_checkpoint(place, command):
     texts = report.samples_of(place / "run", PROMPT, 4)
     _, printed, _ = command(place / "run", "--prompt", PROMPT, "--max-new-tokens", 4, "--seed", 0)
     assert texts == {"after step 10": printed} and printed.startswith(PROMPT)

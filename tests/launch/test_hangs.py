@@ -69,17 +69,17 @@ def struck(config, name, at, number, limits=SHORT, mesh=(1, 2, 1), **options):
     assert ended[1].code == -signal.SIGKILL, ended[1]  # a stopped rank is ended by its sentry
     others = [end for rank, end in enumerate(ended) if rank != 1]
     assert {end.code for end in others} == {FAILED}, [end.log for end in others]
-    said = "".join(end.log for end in others)
-    assert "Traceback" not in said and "another rank" not in said, said
-    lines = [line for line in said.splitlines() if line.startswith("rank ")]
-    assert len(lines) == 1 and lines[0].startswith(f"rank 1 on {socket.gethostname()} "), said
+    output = "".join(end.log for end in others)
+    assert "Traceback" not in output and "another rank" not in output, output
+    lines = [line for line in output.splitlines() if line.startswith("rank ")]
+    assert len(lines) == 1 and lines[0].startswith(f"rank 1 on {socket.gethostname()} "), output
     assert lines[0].endswith("; the run ends"), lines
     waited = max(end.at for end in others) - ended[1].at
     print(f"{name}: {lines[0]!r}; {waited:.1f} s after its end, {time.monotonic() - start:.1f} s")
     return lines[0], waited
 
 
-def test_one_is_stopped_in_training(config):
+def test_rank_stopped_in_training_ends_the_run(config):
     line, waited = struck(config, "stopped", "0F1 of step 2", signal.SIGSTOP)
     assert "has been stopped (SIGSTOP) for " in line and 's at "0F1 of step 2"; ' in line
     assert waited < KILLED_WITHIN
@@ -107,7 +107,7 @@ def test_one_is_killed(config, at):
 
 
 @pytest.mark.slow
-def test_one_is_stopped_and_the_others_are_asked_to_stop(config):
+def test_stop_request_while_a_rank_is_stopped(config):
     """By the limits that users have; SIGTERM changes neither the end nor its code."""
     start = time.monotonic()
     limits = Limits()
@@ -120,7 +120,7 @@ def test_one_is_stopped_and_the_others_are_asked_to_stop(config):
 @pytest.mark.parametrize("backend", ["gloo", "strict"])
 @pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 1, 1)], ids=["dp", "pp"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_in_the_waits_of_a_backend(config, backend, mesh, number):
+def test_hang_inside_the_waits_of_a_backend(config, backend, mesh, number):
     at = "1F1 of step 2" if mesh[0] == 2 else "0F1 of step 2"
     name = f"{backend}-{mesh[0]}-{number}"
     line, waited = struck(config, name, at, number, mesh=mesh, backend=backend)
@@ -128,7 +128,7 @@ def test_in_the_waits_of_a_backend(config, backend, mesh, number):
 
 
 @pytest.mark.slow
-def test_on_a_pipeline_the_first_of_the_others_says_it(config):
+def test_first_waiting_rank_of_a_pipeline_reports_the_hang(config):
     line, waited = struck(config, "pipeline", "0F1 of step 2", signal.SIGKILL, mesh=(1, 2, 2))
     assert "died" in line and waited < KILLED_WITHIN
 
@@ -150,8 +150,8 @@ def test_one_is_late(config):
     run = Run(config, "late", (2, 1, 1), parallel3d__train__timeout_seconds=4)
     ended = run.start("", partial(hang, at="1B1 of step 3"))
     assert [end.code for end in ended] == [FAILED, FAILED], [end.log for end in ended]
-    said = ended[0].log + ended[1].log
-    [line] = [line for line in said.splitlines() if line.startswith("rank ")]
+    output = ended[0].log + ended[1].log
+    [line] = [line for line in output.splitlines() if line.startswith("rank ")]
     assert line.startswith(f'rank 1 on {socket.gethostname()} is late: at "1B1 of step 3" for '), (
         line
     )
@@ -160,14 +160,14 @@ def test_one_is_late(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", ["0B1 of step 3", "the optimizer's step 3"])
-def test_one_is_late_within_a_collective_of_deepspeed(config, at):
+def test_late_rank_in_a_collective_of_deepspeed_ends_the_run(config, at):
     """The other waits where it does not say so, until gloo's own timeout ends the wait."""
     changes = {"parallel3d__train__timeout_seconds": 4, "zero_optimization__stage": 3}
     run = Run(config, f"within {at[:3]}", (1, 2, 1), **changes)
     ended = run.start("", partial(hang, at=at))
     assert [end.code for end in ended] == [FAILED, FAILED], [end.log for end in ended]
-    said = "".join(end.log for end in ended)
-    [line] = [line for line in said.splitlines() if line.startswith("rank ")]
+    output = "".join(end.log for end in ended)
+    [line] = [line for line in output.splitlines() if line.startswith("rank ")]
     assert line.startswith(f'rank 1 on {socket.gethostname()} is late: at "{at}" for '), line
     assert "; rank 0 waited (4 s are allowed)" in line
 
@@ -181,7 +181,7 @@ def test_without_a_limit_nobody_is_late(config):
 
 
 @pytest.mark.slow
-def test_one_raises_what_no_other_does(config):
+def test_exception_of_one_rank_is_reported(config):
     run = Run(config, "raises", (1, 2, 1))
     ended = run.start("", stumble)
     assert [end.code for end in ended] == [FAILED, FAILED], [end.log for end in ended]

@@ -42,11 +42,11 @@ def installed(tmp_path_factory):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A working directory with a space in its path, and packages of the user's own."""
-    found = Place(tmp_path_factory.mktemp("not the checkout"))
+    place = Place(tmp_path_factory.mktemp("not the checkout"))
     for name in ("models", "launch", "configs"):
-        (found.root / name).mkdir()
-        (found.root / name / "__init__.py").write_text("raise ImportError('this is the user\\'s')")
-    return found
+        (place.root / name).mkdir()
+        (place.root / name / "__init__.py").write_text("raise ImportError('this is the user\\'s')")
+    return place
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def run(installed, place):
     return run
 
 
-def test_it_is_the_wheel_that_is_imported(run, installed):
+def test_installed_wheel_is_imported(run, installed):
     code = "import parallel3d, parallel3d.models as m; print(parallel3d.__file__, m.families())"
     folder, families = run("python", "-c", code).stdout.split(maxsplit=1)
     assert Path(folder).is_relative_to(installed.parent) and "gpt" in families

@@ -21,7 +21,7 @@ def command(file, *more):
     return [sys.executable, SCALE, "run", "--ladder", str(file), "--json", *more]
 
 
-def test_the_micro_ladder_comes_through_a_kill(tmp_path):
+def test_micro_ladder_survives_a_kill(tmp_path):
     """Two sizes x two budgets: kill -9 while two runs train, and a second start finishes all."""
     place = Place(tmp_path)
     data = {
@@ -68,8 +68,8 @@ def test_the_micro_ladder_comes_through_a_kill(tmp_path):
         text = (runs / row["name"] / "metrics.jsonl").read_text()
         steps = [json.loads(line)["step"] for line in text.splitlines()]
         assert steps == list(range(1, row["steps"] + 1))  # each step once
-        said = (runs / "logs" / f"{row['name']}.log").read_text()
-        assert "two launches cannot write to one run" not in said
+        output = (runs / "logs" / f"{row['name']}.log").read_text()
+        assert "two launches cannot write to one run" not in output
         # A run counts its corpus as the ladder did, by passes over it.
         own = json.loads((runs / row["name"] / "corpus.json").read_text())["training_tokens"]
         whole = json.loads((runs / "corpus.json").read_text())["training_tokens"]

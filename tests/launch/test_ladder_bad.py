@@ -131,11 +131,11 @@ def refused(scaled, tmp_path):
     """Gives what the command says where it must refuse."""
 
     def run(*arguments):
-        code, out, said = scaled(*arguments)
-        assert (code, out) == (2, ""), said
-        assert said.startswith("scale") and "Traceback" not in said and "; " in said
+        code, out, err = scaled(*arguments)
+        assert (code, out) == (2, ""), err
+        assert err.startswith("scale") and "Traceback" not in err and "; " in err
         assert not (tmp_path / "runs").exists()
-        return said
+        return err
 
     return run
 
@@ -147,10 +147,10 @@ LONG = {"a smallest run for which there is no plan"}
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in LADDERS]
 )
-def test_a_ladder_that_cannot_be_is_refused(refused, tmp_path, name):
+def test_impossible_ladder_is_refused(refused, tmp_path, name):
     changes, place, rule = LADDERS[name]
-    said = refused("plan", "--ladder", write(tmp_path, **changes), "--json")
-    assert place in said and rule in said, said
+    err = refused("plan", "--ladder", write(tmp_path, **changes), "--json")
+    assert place in err and rule in err, err
 
 
 @pytest.mark.parametrize("value", [None, "abc", [1]])
@@ -158,26 +158,26 @@ def test_a_ladder_that_cannot_be_is_refused(refused, tmp_path, name):
     "path",
     ["optimizer", *(f"parallel3d.{name}" for name in ("train", "checkpoint", "run", "mesh"))],
 )
-def test_a_block_of_the_base_that_is_no_object_is_refused(refused, tmp_path, path, value):
+def test_block_of_the_base_must_be_an_object(refused, tmp_path, path, value):
     changed = base(**{path.replace(".", "__"): value})
-    said = refused("plan", "--ladder", write(tmp_path, base=changed), "--json")
-    assert f"base.{path} = {json.dumps(value)}: must be an object" in said
+    err = refused("plan", "--ladder", write(tmp_path, base=changed), "--json")
+    assert f"base.{path} = {json.dumps(value)}: must be an object" in err
 
 
-def test_run_refuses_the_same(refused, tmp_path):
-    said = refused("run", "--ladder", write(tmp_path, sizes=[SMALL]), "--parallel", 2)
-    assert "needs several sizes" in said
+def test_run_refuses_an_impossible_ladder(refused, tmp_path):
+    err = refused("run", "--ladder", write(tmp_path, sizes=[SMALL]), "--parallel", 2)
+    assert "needs several sizes" in err
     assert "--parallel = 0" in refused("run", "--ladder", "ladder.json", "--parallel", 0)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"base": 1', "{}", '{"base": {}, "base": {}}'])
-def test_what_is_no_ladder_is_refused(refused, tmp_path, text):
+def test_invalid_ladder_is_refused(refused, tmp_path, text):
     (tmp_path / "bad.json").write_text(text)
     refused("plan", "--ladder", tmp_path / "bad.json")
     assert "no config file" in refused("plan", "--ladder", tmp_path / "none.json")
 
 
-def test_comments_are_accepted(scaled, tmp_path):
+def test_comments_in_a_ladder_are_accepted(scaled, tmp_path):
     file = write(tmp_path)
     text = json.dumps(json.loads(file.read_text()), indent=1)
     file.write_text(text.replace("{", "{  // a comment", 1).replace("\n}", ",\n}"))

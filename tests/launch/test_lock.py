@@ -49,11 +49,11 @@ def the_one(place, started):
     wait_until(lambda: len([p for p, _ in started if p.exitcode is None]) == 1)
     [(winner, _)] = [(p, log) for p, log in started if p.exitcode is None]
     for process, log in started:
-        said = log.read_text()
+        output = log.read_text()
         if process is not winner:
-            assert process.exitcode == BAD_INPUT, said
-            assert re.search(rf"being trained by process {winner.pid} on ", said), said
-            assert "Traceback" not in said and said.count("\n") == 1
+            assert process.exitcode == BAD_INPUT, output
+            assert re.search(rf"being trained by process {winner.pid} on ", output), output
+            assert "Traceback" not in output and output.count("\n") == 1
     wait_until(lambda: list(place.root.glob("runs/*/checkpoints/step-*[0-9]/manifest.json")))
     return winner
 
@@ -63,7 +63,7 @@ def the_one(place, started):
     ("name", "number"),
     [("shared", 2), *(pytest.param(n, 8, marks=pytest.mark.slow) for n in ("shared", "auto"))],
 )
-def test_of_many_launches_one_trains_and_after_its_death_the_next(place, name, number):
+def test_one_of_many_launches_trains_and_after_its_death_the_next(place, name, number):
     first = start(place, number, name=name)
     try:
         os.kill(the_one(place, first).pid, signal.SIGKILL)
@@ -78,8 +78,8 @@ def test_of_many_launches_one_trains_and_after_its_death_the_next(place, name, n
             end(second)
     finally:
         end(first)
-    said = "".join(log.read_text() for _, log in second)
-    assert "resume  from" in said, said
+    output = "".join(log.read_text() for _, log in second)
+    assert "resume  from" in output, output
     steps = [line["step"] for line in place.lines(folder.name)]
     assert steps == list(range(1, len(steps) + 1))  # no line is lost, and none is there twice
     assert [path.name for path in (place.root / "runs").iterdir()] == [folder.name]

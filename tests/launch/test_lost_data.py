@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("read_ahead", [0, 2])
-def test_a_file_that_is_cut_short_while_a_run_reads_it(place, read_ahead):  # noqa: F811
+def test_file_truncated_during_a_run_is_named(place, read_ahead):  # noqa: F811
     documents = [[*ids, writers.END] for ids in writers.some_documents(2000, size=270)]
     path = writers.megatron(place.root / "ids.bin", documents)
     name = f"cut-short-{read_ahead}"
@@ -32,8 +32,8 @@ def test_a_file_that_is_cut_short_while_a_run_reads_it(place, read_ahead):  # no
     os.truncate(path, path.stat().st_size - 3000)
     began = time.monotonic()
     assert finish(process, log) != 0
-    said = log.read_text()
-    assert "ids.bin has " in said and "it shrank since it was prepared" in said
-    assert any(f"rank {rank}: {path} has" in said for rank in (0, 1))
-    assert "Traceback" not in said.partition("torch/distributed/elastic")[0]
+    output = log.read_text()
+    assert "ids.bin has " in output and "it shrank since it was prepared" in output
+    assert any(f"rank {rank}: {path} has" in output for rank in (0, 1))
+    assert "Traceback" not in output.partition("torch/distributed/elastic")[0]
     assert time.monotonic() - began < 25

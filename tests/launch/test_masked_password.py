@@ -13,7 +13,7 @@ from tests.launch.launching import TRAIN, environment
 pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
 
-def test_the_password_is_masked_and_the_run_resumes(tmp_path):
+def test_password_is_masked_and_the_run_resumes(tmp_path):
     documents = [[*ids, writers.END] for ids in writers.some_documents()]
     url = f"{locked.OPEN}{writers.numpys(tmp_path / 'ids.npy', documents)}"
     data = {"source": "tokens", "tokenizer": "none", "vocab_size": 300, "sequence_length": 8}

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.usefixtures("cpu_adam")
-def test_it_trains_is_planned_verified_and_goes_on_on_another_mesh(tmp_path):
+def test_muon_is_trained_planned_verified_and_resumed_on_another_mesh(tmp_path):
     place = Place(tmp_path / "place")
     raw = config_of(schedule="one_f_one_b", microbatches=2, offload="cpu", optimizer=MUON)
     place.assert_optimizer_is_known(raw, "2x2x1,1x1x2")

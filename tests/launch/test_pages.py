@@ -29,7 +29,7 @@ def test_commands_are_found():
 
 
 @pytest.mark.parametrize("command", every_command())
-def test_its_script_exists(command):
+def test_script_of_a_command_exists(command):
     script, _ = script_of(command)
     if script is None:
         assert command in NOT_RUN or command.startswith("touch ")
@@ -38,7 +38,7 @@ def test_its_script_exists(command):
 
 
 @pytest.mark.parametrize("command", [c for c in TRAINING if "folder-or-hub" not in c])
-def test_its_settings_make_a_config(command):
+def test_settings_of_a_command_make_a_config(command):
     _, words = script_of(command)
     words = [word for word in words if word != "--dry-run"]
     assert words[0] == "--config"
@@ -48,14 +48,14 @@ def test_its_settings_make_a_config(command):
 
 
 @pytest.mark.parametrize("page", [*PAGES, "docs/from-pytorch.md"])
-def test_the_settings_that_a_page_names_exist(page):
+def test_settings_named_by_a_page_exist(page):
     known = {setting.path for setting in settings()}
     named = re.findall(r"`(parallel3d\.[a-z_]+\.[a-z_]+)", (ROOT / page).read_text())
     blocks = {path.rpartition(".")[0] for path in known}
     assert [name for name in named if name not in known | blocks] == []
 
 
-def test_the_tests_that_the_readme_names_exist():
+def test_tests_named_by_the_readme_exist():
     named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "README.md").read_text())
     assert len(named) > 8
     assert [name for name in named if not (ROOT / name).is_file()] == []

@@ -82,7 +82,7 @@ def run(command, place):
 
 
 @pytest.mark.parametrize("command", [c for c in every_command() if c not in NOT_RUN])
-def test_it_runs(command, place):
+def test_command_of_a_page_runs(command, place):
     printed = run(command, place)
     if command.startswith("touch "):  # for a run that trains; left there it would stop the next one
         (place / command.split()[1]).unlink()
@@ -94,6 +94,6 @@ def test_it_runs(command, place):
             assert line.strip() in printed, line
 
 
-def test_what_they_leave(place):
+def test_files_left_by_the_commands_of_a_page(place):
     assert {path.name for path in (place / "runs").iterdir()} >= {"first", "mine", "alone"}
     assert (place / "runs/first/weights/model.safetensors").is_file()

@@ -53,7 +53,7 @@ def plan(*arguments, cwd=None):
     )
 
 
-def test_the_table_and_its_json_are_the_same():
+def test_table_and_json_agree():
     done = plan(*ON_A_NODE, "--rows", 4, "--json")
     assert done.returncode == DONE, done.stderr
     result = json.loads(done.stdout)  # and nothing else on standard output
@@ -84,7 +84,7 @@ def test_the_table_and_its_json_are_the_same():
         assert float(cells[heads.index("comp.")]) == pytest.approx(row["time"]["compute"], rel=0.01)
 
 
-def test_in_a_pipe_it_is_plain_text_on_standard_output():
+def test_piped_output_is_plain_text():
     done = plan(*ON_A_NODE, "--rows", 3, "--fix", "zero_stage=3", "recompute=full")
     assert done.returncode == DONE, done.stderr
     assert done.stderr == "" and "\x1b" not in done.stdout
@@ -102,7 +102,7 @@ def planned(called, monkeypatch):
     return partial(called, plan_command.main, "plan.py")
 
 
-def test_a_row_in_detail(tmp_path, planned):
+def test_explain_shows_a_row_in_detail(tmp_path, planned):
     svg = tmp_path / "row.svg"
     trace = tmp_path / "row.json"
     drawn = ("--svg", svg, "--trace", trace)
@@ -118,7 +118,7 @@ def test_a_row_in_detail(tmp_path, planned):
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
 
 
-def test_where_nothing_fits_it_exits_with_1(planned):
+def test_exit_code_is_1_if_nothing_fits(planned):
     fixed = ("--fix", "zero_stage=0", "offload_optimizer=none", "pp=1", "tp=1")
     code, out, err = planned(
         "--config",
@@ -138,7 +138,7 @@ def test_where_nothing_fits_it_exits_with_1(planned):
     assert "use fewer fixed choices (now zero_stage" in out
 
 
-def test_it_starts_in_a_second():
+def test_plan_starts_in_a_second():
     """Without torch, scipy or matplotlib; its own seconds, whatever else the machine does."""
     code = (
         "import sys, runpy, time; sys.argv = ['plan.py', '--help']\n"
@@ -169,14 +169,14 @@ PLANNED = (
 
 
 @pytest.mark.slow  # tests/train/test_claim.py plans the mesh of a start
-def test_a_planned_mesh_trains(tmp_path):
+def test_planned_mesh_trains(tmp_path):
     """On two ranks, with what a dry run for two says."""
     place = Place(tmp_path)
     dry = place.run(PYTHON, *PLANNED, "--dry-run", 2, "--json", steps=2)
     assert dry.returncode == DONE, dry.stderr
-    said = json.loads(dry.stdout)
-    assert said["dry_run"] and said["plan"]["fits"]
-    assert said["checkpoint_bytes"] > 12 * 700_000
+    report = json.loads(dry.stdout)
+    assert report["dry_run"] and report["plan"]["fits"]
+    assert report["checkpoint_bytes"] > 12 * 700_000
     assert "dry run: nothing was trained" in dry.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"texts"}  # neither a corpus nor a run
 
@@ -186,7 +186,7 @@ def test_a_planned_mesh_trains(tmp_path):
     assert done.stderr.count('parallel3d.mesh: "plan" for 2 x A100-SXM4-80GB') == 1
     assert [line["step"] for line in place.lines("planned")] == [1, 2]
     config = json.loads((tmp_path / "runs/planned/config.json").read_text())
-    row = said["plan"]
+    row = report["plan"]
     mesh = config["parallel3d"]["mesh"]
     assert {axis: mesh[axis] for axis in ("pp", "dp", "tp")} == {
         axis: row[axis] for axis in ("pp", "dp", "tp")
@@ -197,11 +197,11 @@ def test_a_planned_mesh_trains(tmp_path):
     files = (tmp_path / "runs/planned/checkpoints/step-2").iterdir()
     size = sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
     # It was asked for the 2048 tokens of ds.json's vocabulary or fewer: the corpus has 270.
-    assert said["checkpoint_bytes"] == pytest.approx(size, rel=0.05)
+    assert report["checkpoint_bytes"] == pytest.approx(size, rel=0.05)
 
 
 @pytest.mark.slow
-def test_a_dry_run_under_a_launcher_speaks_once(tmp_path):
+def test_dry_run_under_a_launcher_prints_once(tmp_path):
     place = Place(tmp_path)
     dry = place.run(torchrun(2), *PLANNED, "--dry-run", "--json", steps=2)
     alone = place.run(PYTHON, *PLANNED, "--dry-run", 2, "--json", steps=2)
@@ -210,7 +210,7 @@ def test_a_dry_run_under_a_launcher_speaks_once(tmp_path):
     assert dry.stderr.count("dry run: nothing was trained") == 1
 
 
-def test_a_dry_run_where_the_machine_is_not_described(tmp_path):
+def test_dry_run_on_an_unknown_machine(tmp_path):
     """The default config on any machine: memory and checkpoint at least, and no corpus."""
     train = str(Path(PLAN).parent / "train.py")
     done = subprocess.run(
@@ -222,10 +222,10 @@ def test_a_dry_run_where_the_machine_is_not_described(tmp_path):
         timeout=120,
     )
     assert done.returncode == DONE, done.stderr
-    said = json.loads(done.stdout)
-    assert said["plan"]["memory_bytes"]["total"] > 12 * 1_000_000 / 2
+    report = json.loads(done.stdout)
+    assert report["plan"]["memory_bytes"]["total"] > 12 * 1_000_000 / 2
     # 4 blocks of 12 h^2 + 13 h, the table of tokens, that of positions, the last norm.
     h = 128
     num_params = 4 * (12 * h * h + 13 * h) + 2048 * h + 128 * h + 2 * h
-    assert said["checkpoint_bytes"] == pytest.approx(12 * num_params, rel=0.02)
+    assert report["checkpoint_bytes"] == pytest.approx(12 * num_params, rel=0.02)
     assert not list(tmp_path.iterdir())

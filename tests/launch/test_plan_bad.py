@@ -21,12 +21,12 @@ def refused(called):
     """Gives what the command says to a command line that it must refuse."""
 
     def run(*arguments: str) -> str:
-        code, out, said = called(plan.main, "plan.py", *arguments)
-        assert (code, out) == (2, ""), said
-        assert said.startswith("plan: ") and said.endswith("\n") and "Traceback" not in said
-        assert said.count("\n") == 1 or "problem" in said.splitlines()[0]
-        assert "; " in said or "," in said  # a remedy
-        return said
+        code, out, err = called(plan.main, "plan.py", *arguments)
+        assert (code, out) == (2, ""), err
+        assert err.startswith("plan: ") and err.endswith("\n") and "Traceback" not in err
+        assert err.count("\n") == 1 or "problem" in err.splitlines()[0]
+        assert "; " in err or "," in err  # a remedy
+        return err
 
     return run
 
@@ -85,17 +85,17 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), COMMANDS)
-def test_a_bad_command_line_is_one_message(refused, arguments, words):
+def test_bad_command_line_gives_one_message(refused, arguments, words):
     assert words in refused(*ON_A_NODE, *arguments)
 
 
-def test_a_config_must_be_named(refused):
+def test_missing_config_is_refused(refused):
     assert "--config: is missing; set a config file" in refused("--hardware", "h100")
 
 
-def test_there_is_no_such_row(refused):
-    said = refused(*ON_A_NODE, "--fix", "pp=8", "tp=1", "--rows", "1", "--explain", "9")
-    assert "--explain 9: must be at most 1" in said
+def test_row_beyond_the_table_is_refused(refused):
+    err = refused(*ON_A_NODE, "--fix", "pp=8", "tp=1", "--rows", "1", "--explain", "9")
+    assert "--explain 9: must be at most 1" in err
 
 
 def changed(path: str, value: object) -> dict:
@@ -136,7 +136,7 @@ FIGURES = [
 
 
 @pytest.mark.parametrize(("path", "value", "words"), FIGURES)
-def test_a_bad_figure_is_one_message(refused, tmp_path, path, value, words):
+def test_bad_figure_gives_one_message(refused, tmp_path, path, value, words):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(changed(path, value)))
     assert words in refused(*ON_A_NODE, "--hardware", str(file))
@@ -159,7 +159,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("flag", ["--hardware", "--config"])
-def test_a_file_that_is_no_description(refused, tmp_path, name, flag):
+def test_invalid_hardware_file_is_refused(refused, tmp_path, name, flag):
     content, words = FILES[name]
     file = tmp_path / "mine.json"
     file.write_bytes(content)
@@ -167,12 +167,12 @@ def test_a_file_that_is_no_description(refused, tmp_path, name, flag):
         assert words in refused(*ON_A_NODE, flag, str(file))
 
 
-def test_a_folder_is_no_description(refused, tmp_path):
+def test_folder_as_hardware_is_refused(refused, tmp_path):
     (tmp_path / "mine.json").mkdir()
     assert "Is a directory" in refused(*ON_A_NODE, "--hardware", str(tmp_path / "mine.json"))
 
 
-def test_a_file_of_ones_own_is_taken(tmp_path):
+def test_hardware_file_of_the_user_is_accepted(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(changed("name", "mine")), encoding="utf-8-sig")
     assert hardware.load(str(file)).name == "mine"
@@ -181,7 +181,7 @@ def test_a_file_of_ones_own_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_so_many_rows_are_shown_as_are_asked_for(called, rows):
+def test_requested_number_of_rows_is_shown(called, rows):
     """Of all kinds together: five faster ones that do not fit are known here."""
     asked = ("--fix", "dp=1", "recompute=none", "--json", "--rows", rows)
     code, out, _ = called(plan.main, "plan.py", *ON_A_NODE, *asked)

@@ -87,7 +87,7 @@ def is_saved(place, name, step):
 
 @pytest.mark.slow  # by default tests/checkpoint/test_kill.py starts processes without a launcher
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_torchrun_restarts_what_was_killed(place, ranks):
+def test_torchrun_restarts_killed_ranks(place, ranks):
     """Without a name: the restarted ranks find the folder of their own launch again."""
     name = f"gpt-h32-l2-1x{ranks}x1"
     steps = 20
@@ -107,7 +107,7 @@ def test_torchrun_restarts_what_was_killed(place, ranks):
 
 @pytest.mark.slow  # by default tests/train/test_stopping.py has processes in place of the launcher
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_end_of_the_deepspeed_command_stops_a_run(place, ranks):
+def test_end_of_the_deepspeed_command_stops_the_run(place, ranks):
     """The command dies of a SIGTERM and tells nobody; the ranks see that it is gone."""
     name = f"orphans-{ranks}"
     arguments = ("--parallel3d.run.name", name, "--parallel3d.checkpoint.every", 0)
@@ -131,12 +131,12 @@ def test_the_end_of_the_deepspeed_command_stops_a_run(place, ranks):
 
 
 @pytest.mark.slow
-def test_a_run_that_dies_at_one_step_is_given_up(place, monkeypatch):
+def test_run_that_fails_at_the_same_step_is_given_up(place, monkeypatch):
     monkeypatch.setenv("PARALLEL3D_FAULT", "kill trainer.step 5 0")
     arguments = ("--parallel3d.run.name", "doomed", "--parallel3d.checkpoint.every", 0)
     launcher = [*torchrun(1), "--max-restarts=3"]  # the fourth attempt is refused
     process, log = begin(place, launcher, *arguments, steps=20)
     assert finish(process, log, seconds=180) == FAILED
-    said = log.read_text()
-    assert said.count("the last 3 attempts at this run all failed after step 4, in step 5") == 1
+    output = log.read_text()
+    assert output.count("the last 3 attempts at this run all failed after step 4, in step 5") == 1
     assert steps_of(place, "doomed") == [1, 2, 3, 4]

@@ -38,8 +38,8 @@ def table(tmp_path):
     return write_csv(tmp_path / "runs.csv", **columns)
 
 
-def test_a_table_with_flops_alone_gives_the_law(scaled, table, tmp_path):
-    code, out, said = scaled(
+def test_table_with_flops_instead_of_tokens_is_fitted(scaled, table, tmp_path):
+    code, out, err = scaled(
         "fit",
         table,
         "--n-column",
@@ -55,16 +55,16 @@ def test_a_table_with_flops_alone_gives_the_law(scaled, table, tmp_path):
         "--no-report",
         "--json",
     )
-    assert code == 0, said
-    found = json.loads(out)
-    assert list(found) == KEYS
+    assert code == 0, err
+    report = json.loads(out)
+    assert list(report) == KEYS
     for name, value in CHINCHILLA.items():
-        assert found["parameters"][name] == pytest.approx(value, rel=1e-6)
-        low, high = found["intervals"][name]
+        assert report["parameters"][name] == pytest.approx(value, rel=1e-6)
+        low, high = report["intervals"][name]
         assert low == pytest.approx(value, rel=1e-4) and high == pytest.approx(value, rel=1e-4)
-    assert found["optimal_exponents"]["N"] == pytest.approx(0.28 / 0.62)
-    assert found["points"] == 79
-    reasons = {gone["row"]: gone["reason"] for gone in found["dropped"]}
+    assert report["optimal_exponents"]["N"] == pytest.approx(0.28 / 0.62)
+    assert report["points"] == 79
+    reasons = {gone["row"]: gone["reason"] for gone in report["dropped"]}
     assert reasons.pop("line 83") == "is equal to line 2"
     assert reasons.pop("line 84") == "final = 'nan' is not a finite number above 0"
     assert "diverged: loss 12.5" in reasons.pop("line 85")
@@ -72,12 +72,12 @@ def test_a_table_with_flops_alone_gives_the_law(scaled, table, tmp_path):
     assert "size = 'big' is not a finite" in reasons.pop("line 87")
     assert len(reasons) == 2 and all("largest losses" in why for why in reasons.values())
     stored = json.loads((tmp_path / "fit.json").read_text())
-    assert stored["parameters"] == found["parameters"]
+    assert stored["parameters"] == report["parameters"]
     assert len(stored["samples"]["alpha"]) == 20
-    assert "fitted to 79 runs" in said and "line 84 final = 'nan'" in " ".join(said.split())
+    assert "fitted to 79 runs" in err and "line 84 final = 'nan'" in " ".join(err.split())
 
 
-def test_every_other_law_is_printed_and_stored(scaled, tmp_path):
+def test_other_laws_are_printed_and_stored(scaled, tmp_path):
     runs = chinchilla(noise=0.01, budgets=4, sizes=6)
     rates = np.tile([1e-4, 3e-4, 9e-4], 24)
     params, tokens, loss = (np.repeat(a, 3) for a in (runs.params, runs.tokens, runs.loss))
@@ -98,17 +98,17 @@ def test_every_other_law_is_printed_and_stored(scaled, tmp_path):
         "best-value": ("--setting-column", "lr"),
         "over-training": ("--estimator", "squares"),
     }.items():
-        code, out, said = scaled("fit", "runs.csv", "--law", law, *flags, "--bootstraps", 3, *QUIET)
-        assert code == 0, said
-        found = json.loads(out)
-        assert list(found) == KEYS and found["law"] == law
-        assert set(found["intervals"]) == set(found["parameters"])
-        assert said.startswith(f"{law} law") and "fitted to 72 runs" in said.replace("\n", " ")
+        code, out, err = scaled("fit", "runs.csv", "--law", law, *flags, "--bootstraps", 3, *QUIET)
+        assert code == 0, err
+        report = json.loads(out)
+        assert list(report) == KEYS and report["law"] == law
+        assert set(report["intervals"]) == set(report["parameters"])
+        assert err.startswith(f"{law} law") and "fitted to 72 runs" in err.replace("\n", " ")
     assert "best N by akima grows as C^" in scaled(*ISOFLOP)[2]
-    assert found["optimal_exponents"] == {"N": 0.5, "D": 0.5}
+    assert report["optimal_exponents"] == {"N": 0.5, "D": 0.5}
 
 
-def test_intervals_are_of_the_seed_alone(scaled, tmp_path):
+def test_intervals_depend_only_on_the_seed(scaled, tmp_path):
     runs = chinchilla(noise=0.02, budgets=3, sizes=4)
     write_csv(tmp_path / "runs.csv", params=runs.params, tokens=runs.tokens, loss=runs.loss)
     flags = ("fit", "runs.csv", "--estimator", "squares", "--bootstraps", "9", *QUIET)
@@ -118,7 +118,7 @@ def test_intervals_are_of_the_seed_alone(scaled, tmp_path):
     assert first == again != other
 
 
-def test_a_folder_of_runs_is_fitted_with_every_count_of_parameters(scaled, tmp_path):
+def test_folder_of_runs_is_fitted_with_every_count_of_parameters(scaled, tmp_path):
     for width in (16, 32, 48):
         for steps in (10, 20, 40):
             name = f"{width}-{steps}"
@@ -128,19 +128,19 @@ def test_a_folder_of_runs_is_fitted_with_every_count_of_parameters(scaled, tmp_p
             (run / "metrics.jsonl").write_text(f"{json.dumps(last)}\n")
     write_run(tmp_path / "runs", "cut", reached=3)
     flags = ("--estimator", "squares", "--bootstraps", "0", *QUIET)
-    code, out, said = scaled("fit", "runs", *flags)
-    assert code == 0, said
-    found = json.loads(out)
-    assert found["points"] == 9 and found["parameters"]["beta"] == pytest.approx(0.3, rel=1e-6)
-    assert found["diagnostics"]["n_counts"] == "with_head"
-    compared = found["diagnostics"]["n_compared"]
+    code, out, err = scaled("fit", "runs", *flags)
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["points"] == 9 and report["parameters"]["beta"] == pytest.approx(0.3, rel=1e-6)
+    assert report["diagnostics"]["n_counts"] == "with_head"
+    compared = report["diagnostics"]["n_compared"]
     assert list(compared) == ["with_head", "transformer", "total"]
     # The blocks grow faster with the width than the head.
-    assert compared["transformer"]["parameters"]["alpha"] < found["parameters"]["alpha"]
-    assert found["dropped"] == [{"row": "cut", "reason": "not finished: step 3 of 10"}]
+    assert compared["transformer"]["parameters"]["alpha"] < report["parameters"]["alpha"]
+    assert report["dropped"] == [{"row": "cut", "reason": "not finished: step 3 of 10"}]
 
 
-def test_json_lines_and_lists_are_tables_too(scaled, tmp_path):
+def test_json_lines_and_lists_are_accepted_as_tables(scaled, tmp_path):
     runs = chinchilla(budgets=4, sizes=4)
     rows = [
         {"n": n, "d": d, "loss": y, "set": "a"}
@@ -151,9 +151,9 @@ def test_json_lines_and_lists_are_tables_too(scaled, tmp_path):
     (tmp_path / "runs.json").write_text(json.dumps(rows))
     flags = ("--where", "set=a", "--estimator", "squares", "--bootstraps", "0", *QUIET)
     for name in ("runs.jsonl", "runs.json"):
-        code, out, said = scaled("fit", name, *flags)
-        assert code == 0, said
-        found = json.loads(out)
-        assert found["points"] == 16
-        assert found["parameters"]["alpha"] == pytest.approx(0.34, rel=1e-6)
-        assert found["intervals"]["alpha"] is None
+        code, out, err = scaled("fit", name, *flags)
+        assert code == 0, err
+        report = json.loads(out)
+        assert report["points"] == 16
+        assert report["parameters"]["alpha"] == pytest.approx(0.34, rel=1e-6)
+        assert report["intervals"]["alpha"] is None

@@ -44,18 +44,18 @@ def refused(scaled, tmp_path):
     """Gives what the command says where it must refuse."""
 
     def run(*arguments: str) -> str:
-        code, out, said = scaled(*arguments)
-        assert (code, out) == (2, ""), said
-        assert said.startswith("scale") and said.count("\n") == 1
-        assert "; " in said or "use one of" in said  # a remedy
+        code, out, err = scaled(*arguments)
+        assert (code, out) == (2, ""), err
+        assert err.startswith("scale") and err.count("\n") == 1
+        assert "; " in err or "use one of" in err  # a remedy
         assert not (tmp_path / "fit.json").exists()
-        return said
+        return err
 
     return run
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_that_tells_no_law(refused, tmp_path, name):
+def test_table_without_a_law_is_refused(refused, tmp_path, name):
     columns, words = TABLES[name]
     write_csv(tmp_path / "runs.csv", **columns)
     assert words in refused("fit", "runs.csv", "--bootstraps", "0")
@@ -82,18 +82,18 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(("flags", "words"), FLAGS)
-def test_a_bad_flag_is_one_message(refused, tmp_path, flags, words):
+def test_bad_flag_gives_one_message(refused, tmp_path, flags, words):
     write_csv(tmp_path / "runs.csv", **COLUMNS)
     (tmp_path / "base.json").write_text('{"E": 1, "A": 400}')
     assert words in refused("fit", "runs.csv", "--bootstraps", "0", *flags)
 
 
 @pytest.mark.parametrize("package", ["scipy", "matplotlib"])
-def test_what_is_not_installed_is_named_with_its_remedy(refused, tmp_path, monkeypatch, package):
+def test_missing_package_is_named_with_its_remedy(refused, tmp_path, monkeypatch, package):
     write_csv(tmp_path / "runs.csv", **COLUMNS)
     monkeypatch.setattr(page, "find_spec", lambda name: None if name == package else name)
-    said = refused("fit", "runs.csv")
-    assert f"{package} is not installed; run: pip install 'parallel3d[scaling]'" in said
+    err = refused("fit", "runs.csv")
+    assert f"{package} is not installed; run: pip install 'parallel3d[scaling]'" in err
 
 
 FILES = {
@@ -111,7 +111,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_no_table(refused, tmp_path, name):
+def test_invalid_table_is_refused(refused, tmp_path, name):
     content, words = FILES[name]
     if content is not None:
         (tmp_path / "runs.csv").write_bytes(content)

@@ -20,13 +20,13 @@ def fitted(scaled, tmp_path):
     """A fit in the folder, of the runs that it gives."""
     runs = chinchilla(noise=0.01, budgets=5, sizes=6)
     write_csv(tmp_path / "runs.csv", params=runs.params, tokens=runs.tokens, loss=runs.loss)
-    code, out, said = scaled(*FIT)
-    assert code == 0, said
+    code, out, err = scaled(*FIT)
+    assert code == 0, err
     return runs, json.loads(out)
 
 
-def test_the_best_run_of_a_budget(scaled, fitted):
-    code, out, said = scaled("predict", "--fit", "fit.json", "--flops", "1e23", "--json")
+def test_best_run_of_a_budget_is_forecast(scaled, fitted):
+    code, out, err = scaled("predict", "--fit", "fit.json", "--flops", "1e23", "--json")
     assert code == 0
     made = json.loads(out)
     keys = ["flops", "params", "tokens", "loss", "intervals", "by", "back_test", "warnings"]
@@ -41,15 +41,15 @@ def test_the_best_run_of_a_budget(scaled, fitted):
         assert spread[name][0] < float(value) < spread[name][1]
     low, high = spread["loss_of_a_run"]
     assert low < spread["loss"][0] and spread["loss"][1] < high
-    assert "33.3 times the FLOPs of the largest fitted run" in said
-    assert "last 1 from 4 before" in said[said.index("Back-test of the forecasts") :]
+    assert "33.3 times the FLOPs of the largest fitted run" in err
+    assert "last 1 from 4 before" in err[err.index("Back-test of the forecasts") :]
     assert made["back_test"][0]["fitted_on"] == 4
     (warning,) = made["warnings"]
-    assert warning.startswith("only 5 budgets have their best size") and "WARNING: only 5" in said
+    assert warning.startswith("only 5 budgets have their best size") and "WARNING: only 5" in err
     assert warning in fitted[1]["diagnostics"]["warnings"], "the fit printed it too"
 
 
-def test_a_forecast_is_registered_once_and_held_against_its_run(scaled, fitted, tmp_path):
+def test_forecast_is_registered_once_and_compared_with_its_run(scaled, fitted, tmp_path):
     runs, report = fitted
     assert scaled(*RUN, "--register", "sworn.json")[0] == 0
     sworn = (tmp_path / "sworn.json").read_bytes()
@@ -58,19 +58,19 @@ def test_a_forecast_is_registered_once_and_held_against_its_run(scaled, fitted, 
     assert made["law"] == "parametric" and made["parameters"] == report["parameters"]
     when = datetime.fromisoformat(made["registered_at"])
     assert timedelta(0) <= datetime.now(UTC) - when < timedelta(minutes=5)
-    code, out, said = scaled(*RUN, "--register", "sworn.json")
-    assert (code, out) == (2, "") and "a registered forecast is never overwritten" in said
+    code, out, err = scaled(*RUN, "--register", "sworn.json")
+    assert (code, out) == (2, "") and "a registered forecast is never overwritten" in err
     assert (tmp_path / "sworn.json").read_bytes() == sworn
 
-    code, out, said = scaled(*FIT, "--forecasts", "sworn.json")
+    code, out, err = scaled(*FIT, "--forecasts", "sworn.json")
     (none,) = json.loads(out)["diagnostics"]["forecasts"]
-    assert none["held"] is None and "no run yet" in said
+    assert none["held"] is None and "no run yet" in err
     low, high = made["intervals"]["loss_of_a_run"]
     for truth, held in ((0.999 * high, True), (1.001 * high, False), (0.999 * low, False)):
         later = {"params": 1.001e10, "tokens": 3e11, "loss": truth}
         columns = {k: np.append(getattr(runs, k), v) for k, v in later.items()}
         write_csv(tmp_path / "runs.csv", **columns)
-        code, out, said = scaled(*FIT, "--forecasts", "sworn.json")
+        code, out, err = scaled(*FIT, "--forecasts", "sworn.json")
         (line,) = json.loads(out)["diagnostics"]["forecasts"]
         assert (line["held"], line["row"], line["loss"]) == (held, "line 32", truth)
         assert line["error"] == pytest.approx(made["loss"] / truth - 1)
@@ -80,13 +80,13 @@ def test_a_forecast_is_registered_once_and_held_against_its_run(scaled, fitted, 
             "row": "line 32",
             "reason": "held out: sworn.json is its forecast",
         }
-        table = said[said.index("Registered forecasts") : said.index("Back-test")]
+        table = err[err.index("Registered forecasts") : err.index("Back-test")]
         assert table.split()[-1] == ("yes" if held else "NO")
-    code, out, said = scaled(*RUN, "--register", "late.json")
-    assert (code, out) == (2, "") and "is among the points of fit.json" in said
+    code, out, err = scaled(*RUN, "--register", "late.json")
+    assert (code, out) == (2, "") and "is among the points of fit.json" in err
 
 
-def test_a_registered_forecast_is_named_after_its_budget_and_time(scaled, fitted, tmp_path):
+def test_registered_forecast_is_named_after_budget_and_time(scaled, fitted, tmp_path):
     assert scaled("predict", "--fit", "fit.json", "--flops", "1e24", "--register")[0] == 0
     (file,) = tmp_path.glob("forecast-1e+24-*.json")
     assert json.loads(file.read_text())["flops"] == 1e24
@@ -106,12 +106,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("flags", "words"), BAD)
-def test_a_forecast_of_nothing(scaled, tmp_path, flags, words):
+def test_incomplete_forecast_is_refused(scaled, tmp_path, flags, words):
     (tmp_path / "runs.csv").write_text("{}")
     (tmp_path / "fit.json").write_text(
         '{"law": "parametric", "estimator": "", "parameters": {}, "samples": {}, "scatter": [], '
         '"objective": 0, "optimal_exponents": {}, "diagnostics": {}, "data": {"names": ["a"], '
         '"params": [1], "tokens": [1], "flops": [1], "loss": [1]}}'
     )
-    code, out, said = scaled("predict", "--fit", "fit.json", *flags)
-    assert (code, out) == (2, "") and words in said and said.count("\n") == 1
+    code, out, err = scaled("predict", "--fit", "fit.json", *flags)
+    assert (code, out) == (2, "") and words in err and err.count("\n") == 1

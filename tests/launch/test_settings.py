@@ -91,7 +91,7 @@ def settings_of(section, path):
             yield f"{path}.{name}", typing.get_args(field.annotation) if is_choice else ()
 
 
-def test_every_setting_has_a_run():
+def test_every_setting_is_covered_by_a_run():
     used = {}
     for settings in RUNS.values():
         for path, value in settings.items():
@@ -122,7 +122,7 @@ def batch_of(dp):
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_adam", "async_io")
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_with_the_settings_trains_as_one_process_does(place, alone, name):
+def test_run_with_the_settings_equals_one_process(place, alone, name):
     settings = RUNS[name]
     pp = settings.get(f"{MESH}.pp", 1)
     tp = settings.get(f"{MESH}.tp", 1)

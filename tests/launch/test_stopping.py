@@ -50,14 +50,14 @@ class Ranks:
             self.processes.append(place.forked(log, variables=variables))
 
     @property
-    def said(self):
+    def output(self):
         return "".join(log.read_text() for log in self.logs if log.exists())
 
     def wait_for(self, text, seconds=60):
         deadline = time.monotonic() + seconds
-        while text not in self.said:
-            assert all(p.exitcode is None for p in self.processes), self.said
-            assert time.monotonic() < deadline, self.said
+        while text not in self.output:
+            assert all(p.exitcode is None for p in self.processes), self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
 
     def codes(self, seconds):
@@ -84,7 +84,7 @@ def test_preparation_is_stopped(place, phase, culprit, number):
     ranks = Ranks(place)
     ranks.wait_for(phase)
     os.kill(ranks.processes[culprit].pid, number)
-    assert ranks.codes(SECONDS) == [STOPPED, STOPPED], ranks.said
-    said = ranks.said
-    assert said.count("stopped on request before the first step") == 1
-    assert "Traceback" not in said and "another rank" not in said
+    assert ranks.codes(SECONDS) == [STOPPED, STOPPED], ranks.output
+    output = ranks.output
+    assert output.count("stopped on request before the first step") == 1
+    assert "Traceback" not in output and "another rank" not in output

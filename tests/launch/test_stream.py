@@ -84,7 +84,7 @@ def runs(tmp_path):
         yield runs
 
 
-def test_a_streamed_run_takes_the_steps_of_a_local_one(runs, tmp_path):
+def test_streamed_run_equals_a_local_one(runs, tmp_path):
     runs.run("local")
     runs.run("streamed", **runs.stream, stream_window="all")
     assert losses(tmp_path, "streamed") == losses(tmp_path, "local")
@@ -95,7 +95,7 @@ def test_a_streamed_run_takes_the_steps_of_a_local_one(runs, tmp_path):
     assert "?token=***" in config
 
 
-def test_text_counted_as_it_is_read_resumes_on_another_mesh_without_the_counts(runs, tmp_path):
+def test_as_read_text_resumes_on_another_mesh_without_counts(runs, tmp_path):
     (tmp_path / "text").mkdir()
     for number in range(6):
         texts = [" ".join(map(str, x)) for x in writers.some_documents(9, seed=number)]
@@ -121,7 +121,7 @@ def test_text_counted_as_it_is_read_resumes_on_another_mesh_without_the_counts(r
     assert losses(tmp_path, "moved") == pytest.approx(losses(tmp_path, "whole"), rel=1e-5)
 
 
-def test_it_resumes_on_another_mesh_with_the_same_samples(runs, tmp_path):
+def test_stream_resumes_on_another_mesh_with_the_same_samples(runs, tmp_path):
     settings = runs.stream | {"stream_window": 2, "stream_cache_bytes": 100_000}
     runs.run("whole", steps=40, **settings)
     runs.run("moved", "--train.stop_after", "10", steps=40, launcher=torchrun(2), **settings)

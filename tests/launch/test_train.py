@@ -42,7 +42,7 @@ def alone(place):
     )
 
 
-def test_plain_python_gives_one_json_object(place, alone):
+def test_plain_python_prints_one_json_object(place, alone):
     assert alone.returncode == DONE, alone.stderr
     result = json.loads(alone.stdout)  # and nothing else on standard output
     assert result["steps"] == 3 and result["stopped"] is False
@@ -69,7 +69,7 @@ def test_plain_python_gives_one_json_object(place, alone):
 @pytest.mark.parametrize(
     ("dp", "tp"), [(1, 1), *(pytest.param(dp, 2, marks=pytest.mark.slow) for dp in (1, 2))]
 )
-def test_the_readme_command_trains_the_mesh(place, alone, dp, tp):
+def test_readme_command_trains_the_mesh(place, alone, dp, tp):
     """The main command of the README, at a few steps: the losses of one process.
 
     The hardware is described, so ZeRO-3's weights are gathered once a step.
@@ -92,7 +92,7 @@ def test_the_readme_command_trains_the_mesh(place, alone, dp, tp):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
     assert other["held_out_loss"] == pytest.approx(one["held_out_loss"], rel=1e-4)
-    # What every rank knows is said once.
+    # A fact that every rank knows is printed once.
     for text in (
         "[0]  → [1]" if tp == 1 else f"[0 1] → [{2 * dp} {2 * dp + 1}]",
         "corpus  40 documents",
@@ -113,38 +113,38 @@ def test_deepspeed_alone_trains_one_process(place):
 
 
 @pytest.mark.slow  # tests/launch/test_first_day.py has a hundred on one process
-def test_a_bad_config_is_refused_once(tmp_path):
+def test_bad_config_is_refused_once(tmp_path):
     place = Place(tmp_path)
     wrong = ("--parallel3d.mesh.tp", 3, "--gradient_cliping", 1.0)
     done = place.run(deepspeed(2), *wrong)
     assert done.returncode == BAD_INPUT, done.stderr[-4000:]
-    said = done.stdout + done.stderr
-    assert said.count("2 problems in") == 1
-    assert said.count("gradient_clipping") == 1 and said.count("num_attention_heads=4") == 1
-    assert "Traceback" not in said
+    output = done.stdout + done.stderr
+    assert output.count("2 problems in") == 1
+    assert output.count("gradient_clipping") == 1 and output.count("num_attention_heads=4") == 1
+    assert "Traceback" not in output
     assert {path.name for path in tmp_path.iterdir()} == {"texts"}
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_bad_corpus_is_refused_once_and_leaves_nothing(tmp_path, ranks):
+def test_bad_corpus_is_refused_once_and_leaves_no_files(tmp_path, ranks):
     place = Place(tmp_path)
     (tmp_path / "texts/7.txt").write_bytes(b"good until \xff")
     if ranks == 1:
-        code, said = place.ended()
+        code, output = place.ended()
     else:
         done = place.run(deepspeed(ranks))
         code = done.returncode
-        said = done.stdout + done.stderr
-    assert code == BAD_INPUT, said[-4000:]
-    assert said.count("7.txt is not UTF-8: byte 0xff at offset 11") == 1
-    assert "Traceback" not in said
+        output = done.stdout + done.stderr
+    assert code == BAD_INPUT, output[-4000:]
+    assert output.count("7.txt is not UTF-8: byte 0xff at offset 11") == 1
+    assert "Traceback" not in output
     assert [path for path in tmp_path.rglob("*") if path.parent.name != "texts"] == [
         tmp_path / "texts"
     ]
 
 
 @pytest.mark.slow  # tests/checkpoint/test_save_failures.py does it without the command
-def test_three_failed_saves_end_a_mesh_with_one_message(place, alone):
+def test_three_failed_saves_end_all_ranks_with_one_message(place, alone):
     """No file may be larger than 1 MB; the corpus was prepared before. No rank has a traceback."""
     limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *deepspeed(2)]
     done = place.run(
@@ -164,22 +164,22 @@ def test_three_failed_saves_end_a_mesh_with_one_message(place, alone):
 
 
 @pytest.mark.slow  # one process in a terminal, and the end of the deepspeed command, are not
-def test_ctrl_c_ends_a_mesh_clean(place):
+def test_ctrl_c_ends_all_ranks_cleanly(place):
     with place.started(deepspeed(2), "--parallel3d.run.name", "stopped") as (process, log):
         place.wait_for_lines("stopped", 2, process)
         interrupt(process)
         wait_until_gone(process.pid, seconds=30)
-        said = log.read_text()
+        output = log.read_text()
         lines = place.lines("stopped")
         assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-        assert f"stopped on request after step {len(lines)}" in said
+        assert f"stopped on request after step {len(lines)}" in output
         newest = place.root / f"runs/stopped/checkpoints/step-{len(lines)}"
         assert verify(newest) == []
         # The launcher's own traceback is not ours to prevent.
-        assert not OUR_TRACEBACK.search(said), said
+        assert not OUR_TRACEBACK.search(output), output
 
 
-def test_a_terminal_shows_a_bar_and_takes_ctrl_c(place):
+def test_terminal_shows_a_bar_and_accepts_ctrl_c(place):
     """On a terminal of 100 columns, with a key press for Ctrl-C."""
     keyboard, screen = pty.openpty()
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
@@ -246,7 +246,7 @@ def limit_locked_memory():
 def test_nvme_offload_names_the_limit_on_locked_memory(place):
     """Where a buffer cannot be locked DeepSpeed itself would abort."""
     (place.root / "nvme").mkdir()
-    code, said = place.ended(
+    code, output = place.ended(
         "--zero_optimization.offload_optimizer.device",
         "nvme",
         "--zero_optimization.offload_optimizer.nvme_path",
@@ -255,7 +255,7 @@ def test_nvme_offload_names_the_limit_on_locked_memory(place):
         "locked",
         disturb=limit_locked_memory,
     )
-    assert code == BAD_INPUT, said
-    assert "the limit is 0.1 MiB" in said and "ulimit -l" in said
-    assert "Traceback" not in said
+    assert code == BAD_INPUT, output
+    assert "the limit is 0.1 MiB" in output and "ulimit -l" in output
+    assert "Traceback" not in output
     assert not list((place.root / "nvme").iterdir())

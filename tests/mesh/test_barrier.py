@@ -27,7 +27,7 @@ def barrier_on_rank(rank):
     return waited, at
 
 
-def test_a_barrier_holds_up_the_host():
+def test_barrier_blocks_the_host():
     """Compilation one rank after another, clocks and the end of an export rest on it."""
     (waited, first), (_, second) = run_locally(barrier_on_rank, 2, timeout=30)
     assert waited > LATE / 2

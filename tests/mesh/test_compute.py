@@ -28,7 +28,7 @@ def settings_restored():
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = before[1]
 
 
-def test_tf32_and_determinism_are_off_until_asked_for(settings_restored):
+def test_tf32_and_determinism_are_off_by_default(settings_restored):
     set_numerics(tf32=False, deterministic=False)
     assert not torch.backends.cuda.matmul.allow_tf32
     assert not torch.are_deterministic_algorithms_enabled()
@@ -43,7 +43,7 @@ def test_tf32_and_determinism_are_off_until_asked_for(settings_restored):
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
-def test_the_allocator_is_the_users_where_he_has_set_it_up():
+def test_allocator_settings_of_the_user_are_kept():
     with patch.dict(os.environ, clear=True):
         set_allocator()
         assert device_variables() == ["PYTORCH_ALLOC_CONF=expandable_segments:True"]

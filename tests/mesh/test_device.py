@@ -31,7 +31,7 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(("visible", "local_rank", "index"), [(8, 3, 3), (1, 3, 0), (1, 0, 0)])
-def test_each_process_takes_its_own(machine, visible, local_rank, index):
+def test_each_process_takes_its_own_device(machine, visible, local_rank, index):
     """`srun --gpus-per-task=1` shows each task one alone, whatever its place on the node."""
     chosen = machine(visible)
     device = pick_device(Launch(11, 16, local_rank, 8))
@@ -39,13 +39,13 @@ def test_each_process_takes_its_own(machine, visible, local_rank, index):
     assert os.environ["DS_ACCELERATOR"] == "cuda"
 
 
-def test_more_processes_than_devices(machine):
+def test_more_processes_than_devices_are_refused(machine):
     machine(2)
     with pytest.raises(ConfigError, match="local rank 3 has no device: this node has 2; start"):
         pick_device(Launch(3, 4, 3, 4))
 
 
-def test_without_any_it_is_the_cpu(machine, monkeypatch):
+def test_cpu_is_used_without_devices(machine, monkeypatch):
     assert machine(0) == [] and pick_device(Launch(1, 2, 1, 2)) == torch.device("cpu")
     assert os.environ["DS_ACCELERATOR"] == "cpu"
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")  # the user's word counts

@@ -57,7 +57,7 @@ def calls(world, monkeypatch):
     yield made, spy
 
 
-def test_a_rank_joins_a_few_groups_whatever_the_world(calls):
+def test_number_of_groups_of_a_rank_does_not_grow_with_the_world(calls):
     """Where a backend cannot split, it also calls `new_group` for those of others.
 
     That is a few numbers of its own for each: O(ranks) of them, and nothing is sent.
@@ -90,7 +90,7 @@ def nccl(calls, monkeypatch):
     return made
 
 
-def test_nccl_splits_an_axis_in_one_round_of_the_world(nccl):
+def test_nccl_splits_an_axis_in_one_collective(nccl):
     """Not in one for each group: with a tied weight's owners there were 133."""
     mesh = Mesh(**sizes_of(SIZES)._asdict(), launch=Launch(5, WORLD, 5, 8))
     mesh.join_pair(0, PP - 1)
@@ -113,7 +113,7 @@ def test_nccl_splits_an_axis_in_one_round_of_the_world(nccl):
     assert splits["ends"][0][1] == grid[[0, -1]].flatten(1).t().tolist()
 
 
-def test_the_world_of_nccl_is_as_urgent_as_an_axis_that_it_is(monkeypatch):
+def test_world_of_nccl_has_the_priority_of_an_axis_of_all_ranks(monkeypatch):
     """And torch's warning that transfers are serialised is not printed by every rank."""
     given = {}
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
@@ -126,7 +126,7 @@ def test_the_world_of_nccl_is_as_urgent_as_an_axis_that_it_is(monkeypatch):
     assert given["pg_options"].is_high_priority_stream
 
 
-def test_defaults_of_the_environment_give_way(monkeypatch):
+def test_environment_of_the_user_takes_precedence(monkeypatch):
     name = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
     monkeypatch.delenv(name, raising=False)
     assert groups.choose_backend(torch.device("cpu")) == "gloo"

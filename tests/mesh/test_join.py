@@ -34,7 +34,7 @@ def last_words(rank, folder):
     join.rank_0_first(launch, lambda: os.write(2, b"no such key\n"), ConfigError("no such key"))
 
 
-def test_rank_0_keeps_the_store_until_all_have_heard_that_it_has_spoken(tmp_path):
+def test_rank_0_keeps_the_store_until_others_have_read_its_end(tmp_path):
     run_locally(mortal, 2, last_words, tmp_path)
     assert (tmp_path / "0.txt").read_text() == "no such key\n"
     assert (tmp_path / "1.txt").read_text() == ""
@@ -54,7 +54,7 @@ def sums_on_rank(rank, sizes):
     return sums
 
 
-def test_ranks_that_have_parted_join_again():
+def test_ranks_can_join_again():
     """What the first group left in the store is not taken for the second's."""
     meshes = [(2, 1, 1), (1, 1, 2), (2, 1, 1)]
     assert run_locally(sums_on_rank, 2, meshes, timeout=20) == [[3.0] * 3] * 2

@@ -69,7 +69,7 @@ def owners_on_rank(rank, cases):
     return owners
 
 
-def test_ranks_that_divide_experts():
+def test_groups_of_ranks_that_divide_experts():
     """Neighbours along dp own different experts; the others at the same place own the same ones."""
     cases = [((2, 2, 2), 2), ((1, 8, 1), 4), ((1, 2, 2, 2), 2), ((2, 4, 1), 4)]
     ranks = run_locally(owners_on_rank, 8, cases)
@@ -98,7 +98,7 @@ def test_ranks_that_divide_experts():
     ],
     ids=str,
 )
-def test_places(sizes):
+def test_groups_and_coordinates_of_ranks(sizes):
     """tp is innermost and pp outermost: arange(ranks).reshape(pp, dp, cp, tp)."""
     world = int(np.prod(sizes[0]))
     results = run_locally(places_on_rank, world, sizes)
@@ -189,7 +189,7 @@ def silent_peer(rank, waits, given_up):
 
 # Once it has given up, a group fails at once ever after; torch makes "pp" the "world" here.
 @pytest.mark.parametrize("waits", [["world", "pair"], ["receive"], ["send"]], ids=str)
-def test_a_silent_peer_is_given_up(waits, tmp_path):
+def test_silent_peer_is_given_up(waits, tmp_path):
     """Without `set_timeouts` it would take half an hour."""
     waited, _ = run_locally(silent_peer, 2, waits, tmp_path / "given up", timeout=30)
     assert len(waited) == len(waits)
@@ -214,7 +214,7 @@ def helpers_on_rank(rank):
     return [t for t, _ in order]
 
 
-def test_helpers_and_a_clean_end():
+def test_collective_helpers_and_a_clean_end():
     first, *others = run_locally(helpers_on_rank, 4)
     for other in others:
         assert all(a + 0.09 < b for a, b in zip(first, other, strict=True))
@@ -255,7 +255,7 @@ def environment(monkeypatch):
     return set_variables
 
 
-def test_wrong_product(environment):
+def test_mesh_of_another_number_of_ranks_is_refused(environment):
     environment(RANK=0, WORLD_SIZE=8, LOCAL_RANK=0)
     before = dist.is_initialized()
     with pytest.raises(ConfigError, match="mesh pp 2 × dp 3 × tp 1 = 6 ranks, but 8 processes"):
@@ -266,7 +266,7 @@ def test_wrong_product(environment):
 SRUN = {"SLURM_PROCID": 5, "SLURM_NTASKS": 8, "SLURM_LOCALID": 1}
 
 
-def test_launch(environment):
+def test_launch_is_read_from_the_variables_of_each_launcher(environment):
     environment()
     assert Launch.from_environment() == Launch(0, 1, 0)
     environment(RANK=3, WORLD_SIZE=4, LOCAL_RANK=1)
@@ -300,7 +300,7 @@ def grid_of(*sizes):
     return np.arange(np.prod(sizes)).reshape(sizes_of(sizes)).tolist()
 
 
-def test_picture():
+def test_picture_of_a_mesh():
     assert draw_mesh(grid_of(2, 2, 2)) == PICTURE
     assert draw_mesh(grid_of(1, 1, 4, 2)).splitlines()[2:] == [
         "  dp 0  [0 1] .. [6 7]",

@@ -69,7 +69,7 @@ AWAY = {"node0": "10.0.0.2"}
 AT_HOME = {"node0": "127.0.1.1", "10.0.0.2": "10.0.0.1"}
 
 
-def test_where_the_hosts_own_name_leads_nowhere(hosts):
+def test_interface_is_found_if_the_host_name_is_a_loopback(hosts):
     """The node of the master finds the way by what comes from elsewhere."""
     store = CountingStore(dist.HashStore())
     away = hosts(Launch(1, 2, 0, 1), store, own_name="127.0.1.1", towards=AWAY)
@@ -81,7 +81,7 @@ def test_where_the_hosts_own_name_leads_nowhere(hosts):
     assert store.counts == {"set": 1, "add": 3, "check": 1, "get": 1}
 
 
-def test_the_masters_node_waits_for_another(hosts):
+def test_node_of_the_master_waits_for_another_node(hosts):
     store = dist.HashStore()
     later = []
 
@@ -98,7 +98,7 @@ def test_the_masters_node_waits_for_another(hosts):
     assert later == [["eth1", "=eth1"]]
 
 
-def test_what_is_left_alone(hosts, monkeypatch):
+def test_interfaces_are_not_set_without_need(hosts, monkeypatch):
     """A name that others reach, one node, "nodes" of one host, and what the user has set."""
     good = "10.0.0.2"
     launch = Launch(1, 2, 0, 1)
@@ -117,7 +117,7 @@ def test_what_is_left_alone(hosts, monkeypatch):
     assert [os.environ[name] for name in VARIABLES] == ["mine", "=eth9"]
 
 
-def test_the_addresses_of_this_machine():
+def test_interfaces_of_local_addresses():
     assert join.is_local(join.address_towards("127.0.0.1")) and join.is_local("")
     assert join.is_local("::1") and not join.is_local("fe80::1%eth0")
     assert join.interface_of("127.0.0.1").startswith("lo") and not join.interface_of("9.9.9")
@@ -149,7 +149,7 @@ def aside_on_demand(rank, on_demand):
     return sockets, counts, resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 
 
-def test_ranks_that_talk_are_connected_and_others_are_not():
+def test_only_communicating_ranks_are_connected():
     """gloo beside NCCL is a ring and a tree, by sockets and by what a rank reads of the others.
 
     Of N ranks it reads two neighbours' addresses and a tree's, log N; not N. And the limit of open
@@ -199,7 +199,7 @@ def two_hosts(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("as_before", [0, 1])
-def test_two_hosts_whose_names_are_127_0_1_1(two_hosts, as_before):
+def test_two_hosts_with_loopback_names_join(two_hosts, as_before):
     """Four real ranks; where gloo chooses, they do not find each other."""
     words = [sys.executable, "-m", "tests.mesh.two_hosts"]
     ranks = [

@@ -42,7 +42,7 @@ def launch_on(monkeypatch):
         ({}, [2]),
     ],
 )
-def test_the_processes_of_a_node(launch_on, variables, sizes):
+def test_slurm_variables_give_the_processes_of_a_node(launch_on, variables, sizes):
     """Each rank's share of its node's memory and cores is by their number."""
     for node, size in enumerate(sizes):
         launch = launch_on(node, **variables)
@@ -50,6 +50,6 @@ def test_the_processes_of_a_node(launch_on, variables, sizes):
         assert launch.local_world_size == size, (node, variables)
 
 
-def test_what_must_be_said(launch_on):
+def test_bad_slurm_variable_is_named(launch_on):
     with pytest.raises(ConfigError, match="SLURM_LOCALID"):
         launch_on(0, SLURM_LOCALID="one")

@@ -60,7 +60,7 @@ def alone():
 
 @pytest.mark.parametrize("rank", [0, 5])
 @pytest.mark.parametrize("sizes", [(2, 4, 2), (8, 16, 8)], ids=str)
-def test_a_few_operations_whatever_the_world(sizes, rank, monkeypatch):
+def test_number_of_store_operations_does_not_grow_with_the_world(sizes, rank, monkeypatch):
     """With a sentry, on several nodes, a tied weight's owners: the same at 16 and 1,024."""
     world = sizes[0] * sizes[1] * sizes[2]
     store = Counted(

@@ -84,7 +84,7 @@ def fail_on_rank(rank, case):
     return str(refused.value)
 
 
-def test_a_number_that_cannot_be_is_refused_on_every_rank():
+def test_impossible_number_of_microbatches_is_refused_on_every_rank():
     case = Case(mesh=(2, 1, 1), schedule="zb_v", stages_per_rank=2, steps=1, batch=8)
     messages = run_locally(fail_on_rank, 2, case)
     assert messages[0] == messages[1]

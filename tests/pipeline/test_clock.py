@@ -16,7 +16,7 @@ FORWARD = Action(Op.F, 0, 0)
 BACKWARD = Action(Op.B, 0, 0)
 
 
-def test_a_device_tells_its_own_times(monkeypatch):
+def test_times_are_measured_on_the_device(monkeypatch):
     """Work is queued at once, and done 10 s later; the host asks when all of it is queued."""
     calls = []
     done = iter([10.0, 10.5, 10.5, 11.5, 12.0])
@@ -65,7 +65,7 @@ def timed_steps(rank):
     return actions, executor.spans
 
 
-def test_actions_are_timed_only_while_somebody_asks():
+def test_actions_are_timed_only_on_request():
     assert run_locally(timed_steps, 1) == [
         ([FORWARD, BACKWARD, BACKWARD._replace(op=Op.REDUCE)], [])
     ]

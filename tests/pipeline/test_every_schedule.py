@@ -181,7 +181,7 @@ def old_gradients():
 
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize(("zero_stage", "offload"), [(3, "none"), (2, "cpu")])
-def test_without_a_start_at_zero_the_last_steps_gradients_come_back(zero_stage, offload):
+def test_gradients_of_the_last_step_return_unless_zeroed(zero_stage, offload):
     """DeepSpeed overwrites them in a rank's first backward of a step, whatever its stage."""
     case = Case(
         mesh=(2, 1, 1),
@@ -219,12 +219,12 @@ def swap_on_rank(rank, seconds):
     return "nothing", 0.0
 
 
-def test_a_program_that_would_hang_is_refused_and_ends_by_the_time_out():
+def test_hanging_program_is_refused_and_ends_by_the_timeout():
     first, last = run_locally(swap_on_rank, 2, 1.0)
     assert last[0] == "KeyError"  # it has nothing to send yet
     assert first[0] == "RuntimeError" and first[1] < 10
 
 
-def test_a_schedule_keeps_its_placement_in_evaluation():
+def test_evaluation_keeps_the_placement_of_the_schedule():
     schedule = make_schedule("v_shape", 2, 3, 2)
     assert make_evaluation(schedule).pp_coord_of_stage == (0, 1, 1, 0)

@@ -90,7 +90,7 @@ WATCHED = [
 
 
 @pytest.mark.parametrize("case", WATCHED, ids=str)
-def test_what_ran_is_the_program(case):
+def test_executed_actions_equal_the_program(case):
     sizes = case.mesh[0], case.microbatches, case.stages_per_rank
     schedule = add_sharding(make_schedule(case.schedule, *sizes), case.weights, True)
     ranks = run_locally(watched_step, case.world_size, case)
@@ -161,7 +161,7 @@ def evaluate_on_rank(rank, case):
     ],
     ids=lambda c: f"{c}{' dropout' if c.model else ''}",
 )
-def test_a_forward_only_program_evaluates(case):
+def test_forward_only_program_evaluates(case):
     """Against transformers; the dropout of the model is off in it, and on in training."""
     config = case.config
     tokens, labels, _ = next(batches(config))
@@ -255,7 +255,7 @@ RAISING = [
 
 
 @pytest.mark.parametrize("case", RAISING, ids=str)
-def test_a_rank_that_raises_ends_all(case):
+def test_exception_on_one_rank_ends_all_ranks(case):
     culprit = case.world_size - 1
     results = run_locally(mortal, case.world_size, fail_in_the_middle, case, culprit)
     assert results[culprit][:2] == ("ArithmeticError", "this rank alone")

@@ -255,7 +255,7 @@ def test_divided_over_ranks(folder):
     )
 
 
-def test_where_ranks_share_samples(folder):
+def test_experts_with_cp(folder):
     """Each side loss, over a sample's tokens and a microbatch's, with the experts divided or not.
 
     With a rank's own means the norm of the gradients would differ by 1e-3.
@@ -314,7 +314,7 @@ def test_a_skipped_step_moves_no_bias():
     [((2, 1, 2, 1), 1), ((1, 1, 4, 1), 1), ((1, 2, 2, 2), 2), ((2, 1, 2, 2), 1), ((2, 2, 2, 1), 2)],
     ids=str,
 )
-def test_where_ranks_share_samples_on_every_mesh(mesh, ep, folder, cpu_adam):
+def test_experts_with_cp_on_every_mesh(mesh, ep, folder, cpu_adam):
     """Each ZeRO stage, with and without sums over a sample."""
     schedule = "one_f_one_b" if mesh[0] > 1 else "gpipe"
     softmax = SOFTMAX | {"router_aux_loss": "sequence"}

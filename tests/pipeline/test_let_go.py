@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gloo
 
 
 @pytest.mark.parametrize("needs_its_result", [False, True])
-def test_the_graph_stays_and_the_data_goes(needs_its_result):
+def test_data_of_an_output_is_freed_and_its_graph_kept(needs_its_result):
     layer = nn.Linear(8, 4)
     x = torch.randn(3, 8, requires_grad=True)
 

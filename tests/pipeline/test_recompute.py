@@ -68,10 +68,10 @@ def check(groups):
                 assert all(map(torch.equal, weights, results[first][1])), case
 
 
-def test_the_same_bits_on_two_ranks():
+def test_recomputation_gives_the_same_bits_on_two_ranks():
     check(ON_TWO)
 
 
 @pytest.mark.slow
-def test_the_same_bits_on_four_ranks():
+def test_recomputation_gives_the_same_bits_on_four_ranks():
     check(ON_FOUR)

@@ -111,11 +111,11 @@ def check(case):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_reduced_within_the_last_backward(name):
+def test_gradients_are_reduced_within_the_last_backward(name):
     check(CASES[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
-def test_reduced_within_the_last_backward_in_full(name):
+def test_gradients_are_reduced_within_the_last_backward_on_all_sizes(name):
     check(SLOW[name])

@@ -45,7 +45,7 @@ PUBLISHED = {
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json") if path.stem != "ds")
 
 
-def test_every_shipped_config_is_here():
+def test_every_shipped_config_is_listed():
     assert set(NAMES) == set(PUBLISHED)
 
 
@@ -117,7 +117,7 @@ MET = {"gpt3-175b", "llama-8b", "pythia-70m", "qwen3-0.6b"}
 @pytest.mark.parametrize(
     "name", [n if n in MET else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 )
-def test_layers_of_the_first_middle_and_last_rank_on_the_meta_device(name, join):
+def test_layers_of_first_middle_and_last_rank_on_the_meta_device(name, join):
     config = resolved(name)
     sizes = config.mesh
     pipeline = config.pipeline

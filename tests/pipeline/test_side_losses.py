@@ -133,7 +133,7 @@ def check(cases, reference, tolerance=1e-6):
             assert max(relative(own, list(mean.values()))) < tolerance, (case, own, mean)
 
 
-def test_layers_of_whole_samples_are_refused_with_cp():
+def test_layers_that_need_whole_samples_are_refused_with_cp():
     """A balance loss of one rank's tokens would be another number."""
     layers = models.layers(case_of((1, 1, 1), "gpipe").config.model)
     with pytest.raises(Problems, match="has side losses, which are of whole samples; use mesh"):
@@ -173,7 +173,7 @@ def test_every_schedule(name, pp, reference):
 
 
 @pytest.mark.slow
-def test_the_loss_scale_of_fp16_is_theirs_too(reference):
+def test_side_losses_are_multiplied_by_the_loss_scale(reference):
     """In the gradient norm, because Adam's steps do not depend on a scale."""
     each, once = (
         case_of((2, 1, 1), "one_f_one_b", zero_stage=stage, reduction=reduction, precision="fp16")

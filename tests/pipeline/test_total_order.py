@@ -111,7 +111,7 @@ def cycle_in(orders):
         pytest.param(MESH_8, id="8 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_all_operations_of_all_groups_have_one_order(cases):
+def test_operations_of_all_groups_have_one_order(cases):
     ranks = run_locally(issued_on_rank, cases[0].world_size, cases)
     for case, orders in zip(cases, zip(*ranks, strict=True), strict=True):
         assert min(map(len, orders)) > 10, case

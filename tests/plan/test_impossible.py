@@ -49,7 +49,7 @@ HUGE = [
 
 
 @pytest.mark.parametrize(("settings", "words"), HUGE)
-def test_sizes_that_cannot_be_are_refused_at_once(settings, words):
+def test_impossible_sizes_are_refused_quickly(settings, words):
     start = time.process_time()
     with pytest.raises(ConfigError) as caught:
         refuse_impossible(config(*settings), 4)
@@ -66,11 +66,11 @@ def test_a_search_for_divisors_ends(heads):
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.json")))
-def test_what_is_shipped_is_possible_on_one_rank(name):
+def test_shipped_configs_are_possible_on_one_rank(name):
     assert is_possible(config(name=name), 1)
 
 
-def test_the_bound_is_what_the_ranks_must_hold():
+def test_bound_is_the_least_memory_of_the_ranks():
     """ZeRO-1 on one pipeline rank: fp32 weights whole, Adam's 12 bytes over dp."""
     cut = config("--zero_optimization.stage", "1", "--parallel3d.mesh.dp", "4")
     params = models.num_params(cut.model.model_copy(update={"vocab_size": cut.data.vocab_size}))
@@ -84,7 +84,7 @@ def test_the_bound_is_what_the_ranks_must_hold():
     assert needed < MOST_BYTES
 
 
-def test_what_is_on_nvme_needs_no_memory():
+def test_states_on_nvme_need_no_memory():
     sizes = (f"{MODEL}hidden_size", "4194304", "--zero_optimization.stage", "3")
     places = ("offload_optimizer", "offload_param")
     to_disk = [

@@ -46,7 +46,7 @@ def test_hidden_matrices_have_one_state_of_four_bytes():
         )
 
 
-def test_the_search_plans_the_configs_own_optimizer():
+def test_search_plans_the_optimizer_of_the_config():
     config = RunConfig.from_dict(
         raw(**{"optimizer.type": "Muon", "parallel3d.model.vocab_size": 4096, "bf16.enabled": True})
     )
@@ -56,7 +56,7 @@ def test_the_search_plans_the_configs_own_optimizer():
     assert (best.optimizer, best.newton_schulz) == ("muon", own.newton_schulz)
 
 
-def test_the_exchange_and_the_products_are_timed():
+def test_exchange_and_products_of_muon_are_timed():
     one = setting(pp=1, dp=8, tp=1, zero_stage=1)
     machine = machine_of(A100, one.software, curves_for(A100))
     specs = [spec for layer in one.layers for spec in layer.own_params]
@@ -74,7 +74,7 @@ def test_the_exchange_and_the_products_are_timed():
     assert slowest_matrix_work(halved, machine).product_seconds < work.product_seconds
 
 
-def test_homes_are_dealt_by_longest_processing_time():
+def test_owners_are_assigned_by_longest_processing_time():
     """Within 4/3 - 1/(3n) of the best (Graham 1969); equal matrices are dealt evenly."""
     costs = (7, 7, 6, 6, 5, 4, 4, 3)
     homes = deal(costs, 3)
@@ -84,7 +84,7 @@ def test_homes_are_dealt_by_longest_processing_time():
     assert newton_schulz_cost(8, 2) == newton_schulz_cost(2, 8) == 32
 
 
-def test_fused_matrices_and_heads_are_apart():
+def test_fused_matrices_and_heads_are_separate():
     block = next(layer for layer in setting().layers if layer.name == "blocks.0")
     hidden = 64
     heads = 4

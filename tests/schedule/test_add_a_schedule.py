@@ -31,8 +31,8 @@ def test_added_schedule_passes_the_tests_of_shipped_ones(added, name) -> None:
     for test in PROPERTIES:
         others = {"full": False, "backward": 0.75}
         test(name, **{k: v for k, v in others.items() if k in signature(test).parameters})
-    test_step.test_bubble_of_equal_stages_is_the_schedules_own(name, (1, 3, 4))
-    test_peak.test_in_flight_is_what_the_schedules_list_has(name, (1, 2, 3), (1, 2, 3, 5))
+    test_step.test_bubble_of_equal_stages_is_that_of_the_schedule(name, (1, 3, 4))
+    test_peak.test_in_flight_equals_that_of_the_program(name, (1, 2, 3), (1, 2, 3, 5))
 
 
 @pytest.mark.slow

@@ -45,14 +45,14 @@ def play():
     return play
 
 
-def test_who_dies_is_named_with_what_it_did(play):
+def test_dead_rank_is_named_with_its_activity(play):
     play.set(1, state=GONE)
     line = 'rank 1 on a died at "1F0 of step 7": killed, or crashed'
     assert play.run(1) == (0, 1, line)
     assert play.arbiter.speakers(1) == {0, 2}  # one of each machine
 
 
-def test_who_is_lost_with_its_sentry_is_dead(play):
+def test_rank_lost_with_its_sentry_is_dead(play):
     play.arbiter.lose(0)
     seconds, blamed, text = play.run(1, silent=[0])
     assert (seconds, blamed) == (0, 0) and "and its sentry with it" in text
@@ -60,14 +60,14 @@ def test_who_is_lost_with_its_sentry_is_dead(play):
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_who_has_ended_well_is_no_loss(play, code):
+def test_finished_rank_is_no_loss(play, code):
     play.set(1, state=GONE, left=code)
     play.arbiter.lose(1)
     play.arbiter.lose_store()  # it was the last that kept it
     assert play.run(100) is None
 
 
-def test_an_error_of_one_is_that_of_all_or_a_fault(play):
+def test_error_that_only_some_ranks_have_is_reported(play):
     play.set(1, state=GONE, left=2)
     assert play.run(5) is None
     seconds, blamed, text = play.run(10)
@@ -77,20 +77,20 @@ def test_an_error_of_one_is_that_of_all_or_a_fault(play):
     ) and 'ended with exit code 2 at "1F0 of step 7", and others' in text
 
 
-def test_who_fails_alone_says_why(play):
+def test_rank_that_fails_alone_gives_its_reason(play):
     play.set(2, left=1, reason="ValueError: no")
     line = 'rank 2 on b failed at "2F0 of step 7": ValueError: no'
     assert play.run(1) == (0, 2, line)
 
 
-def test_who_was_asked_to_stop_ends_all_well(play):
+def test_requested_stop_of_a_rank_ends_all_ranks_well(play):
     play.set(1, left=3, reason="was asked")
     assert play.arbiter.check(play.now) == ("rank 1 on a was asked", 1, 3)
     play.set(2, state=GONE)  # for which a launcher ends the others
     assert play.arbiter.check(play.now).code == 1
 
 
-def test_who_is_stopped_has_twenty_seconds(play):
+def test_stopped_rank_has_twenty_seconds(play):
     play.set(2, state=STOPPED)
     assert play.run(19) is None
     play.set(2, state=RUNS)
@@ -100,7 +100,7 @@ def test_who_is_stopped_has_twenty_seconds(play):
     assert (19 <= seconds <= 21, blamed) == (True, 2) and "stopped (SIGSTOP) for 20 s" in text
 
 
-def test_where_all_are_stopped_nobody_is_accused(play):
+def test_no_rank_is_accused_if_all_are_stopped(play):
     for rank in range(3):
         play.set(rank, state=STOPPED)
     assert play.run(1000) is None
@@ -108,12 +108,12 @@ def test_where_all_are_stopped_nobody_is_accused(play):
     assert play.run(5) is None
 
 
-def test_who_is_traced_is_no_fault(play):
+def test_traced_rank_is_no_fault(play):
     play.set(1, state=TRACED)
     assert play.run(1000) is None
 
 
-def test_time_in_a_debugger_makes_nobody_late(play):
+def test_time_in_a_debugger_does_not_count_as_delay(play):
     play.set(0, doing="1F0, waiting", since=2.0, waits=True)
     assert play.run(200) is None
     play.set(1, state=TRACED)
@@ -123,17 +123,17 @@ def test_time_in_a_debugger_makes_nobody_late(play):
     assert 98 <= seconds <= 102 and "rank 0 waited (300 s are allowed)" in text
 
 
-def test_who_computes_for_hours_is_no_fault(play):
+def test_long_computation_is_no_fault(play):
     assert play.run(4000) is None
 
 
-def test_a_silent_machine(play):
+def test_silent_machine_is_named(play):
     seconds, blamed, text = play.run(30, silent=[2])
     assert (17 <= seconds <= 20, blamed) == (True, 2)
     assert text.startswith("rank 2 on b has been silent for 20 s")
 
 
-def test_a_machine_that_slept_accuses_nobody(play):
+def test_machine_that_slept_accuses_no_rank(play):
     """With all that is on it; its clock may have gone on."""
     play.set(0, waits=True)
     for _ in range(3):
@@ -141,7 +141,7 @@ def test_a_machine_that_slept_accuses_nobody(play):
         assert play.run(15) is None
 
 
-def test_a_lost_store(play):
+def test_lost_store_is_named(play):
     play.arbiter.store = "master:29500"
     play.arbiter.lose_store()
     seconds, blamed, text = play.run(30)
@@ -149,7 +149,7 @@ def test_a_lost_store(play):
     assert text == "the store of the process group at master:29500 is gone: its host process died"
 
 
-def test_who_is_late_is_who_does_not_wait(play):
+def test_late_rank_is_the_one_that_does_not_wait(play):
     play.set(0, doing="1F0, waiting", since=2.0, waits=True)
     play.run(50)
     play.set(1, since=2.0)
@@ -160,7 +160,7 @@ def test_who_is_late_is_who_does_not_wait(play):
     assert text == line
 
 
-def test_where_all_wait_the_first_to_wait_is_named(play):
+def test_first_waiting_rank_is_named_if_all_wait(play):
     play.set(1, since=2.0, waits=True)
     play.run(50)
     for rank in (0, 2):
@@ -176,7 +176,7 @@ def test_without_a_limit_nobody_is_late(play):
 
 
 @pytest.mark.parametrize("end", [{"state": GONE}, {"left": 1, "reason": "Timed out"}])
-def test_who_is_ended_by_a_timeout_has_waited_for_another(play, end):
+def test_rank_ended_by_a_timeout_has_waited_for_another(play, end):
     """NCCL's watchdog aborts a process that waits where nothing of ours sees it; gloo's raises."""
     play.set(0, since=5.0)
     play.set(2, since=2.0)
@@ -188,7 +188,7 @@ def test_who_is_ended_by_a_timeout_has_waited_for_another(play, end):
     assert '; rank 2 on b has stood still for 310 s at "2F0 of step 7"' in text
 
 
-def test_who_does_not_notice_a_failed_collective_is_late(play):
+def test_rank_that_misses_a_failed_collective_is_late(play):
     """DeepSpeed's collectives do not say that they wait; a rank knows once one has failed."""
     for rank in range(3):
         play.set(rank, limit=20.0, since=2.0)

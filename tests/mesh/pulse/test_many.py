@@ -48,7 +48,7 @@ def beat(lines, token, since):
         line.sendall(json.dumps(message).encode() + b"\n")
 
 
-def test_the_arbiter_of_a_thousand_ranks(arbitrated):
+def test_arbiter_of_a_thousand_ranks(arbitrated):
     sentry, lines, token = arbitrated
     beat(lines, token, 0.0)
     time.sleep(1)

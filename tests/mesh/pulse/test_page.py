@@ -30,7 +30,7 @@ def write(pages):
         page.end(OUTCOME)
 
 
-def test_an_outcome_is_whole_and_an_exit_code_is_the_one_that_was_written():
+def test_outcome_and_exit_code_are_read_as_written():
     """Seen: a run that ended said "; the run ends", and not which rank had died."""
     pages = []
     for _ in range(PAGES):

@@ -47,7 +47,7 @@ def test_one_is_killed(tmp_path):
 
 
 @pytest.mark.slow  # tests/launch/test_hangs.py has one in training
-def test_one_is_stopped(tmp_path):
+def test_stopped_rank_ends_the_run(tmp_path):
     """Its sentry ends it, too: it would hold its memory for ever."""
     with started(tmp_path, 2) as ranks:
         start = time.monotonic()
@@ -61,7 +61,7 @@ def test_one_is_stopped(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_sentry", [False, True])
-def test_the_one_with_the_arbiter_is_killed(tmp_path, with_sentry):
+def test_killed_rank_with_the_arbiter_ends_the_run(tmp_path, with_sentry):
     with started(tmp_path, 3) as ranks:
         if with_sentry:
             time.sleep(3)  # the others have heard what it does
@@ -78,7 +78,7 @@ def test_the_one_with_the_arbiter_is_killed(tmp_path, with_sentry):
 
 
 @pytest.mark.slow
-def test_one_is_killed_with_its_sentry(tmp_path):
+def test_rank_killed_with_its_sentry_ends_the_run(tmp_path):
     with started(tmp_path, 3) as ranks:
         sentry = sentry_of(ranks.processes[2])
         sentry.suspend()  # or it would pass its last words on
@@ -92,7 +92,7 @@ def test_one_is_killed_with_its_sentry(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_machine_is_silent(tmp_path, rank):
+def test_silent_machine_ends_the_run(tmp_path, rank):
     """As where rank and sentry are frozen together, and the others are not."""
     with started(tmp_path, 3) as ranks:
         time.sleep(3)
@@ -109,7 +109,7 @@ def test_a_machine_is_silent(tmp_path, rank):
 
 
 @pytest.mark.slow
-def test_the_store_is_lost(tmp_path):
+def test_lost_store_ends_the_run(tmp_path):
     with started(tmp_path, 2) as ranks:
         ranks.lose_store()
         assert ranks.codes(SLACK) == [1, 1]
@@ -127,7 +127,7 @@ def test_one_is_late(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_fails_alone(tmp_path):
+def test_failure_of_one_rank_ends_the_run(tmp_path):
     with started(tmp_path, 3, "fail alone") as ranks:
         assert ranks.codes(SLACK) == [1, 1, 1]
         assert (
@@ -136,14 +136,14 @@ def test_one_fails_alone(tmp_path):
         )
 
 
-def test_one_is_asked_to_stop(tmp_path):
+def test_stop_request_of_one_rank_ends_the_run_well(tmp_path):
     with started(tmp_path, 3, "ask") as ranks:
         assert ranks.codes(SLACK) == [3, 3, 3]
         assert ranks.printed == [[f"rank 1 on {socket.gethostname()} was asked to"], [], []]
 
 
 @pytest.mark.slow
-def test_all_end_well_each_in_its_time(tmp_path):
+def test_ranks_may_end_at_different_times(tmp_path):
     with started(tmp_path, 3, "end well") as ranks:
         sentries = [sentry_of(process) for process in ranks.processes]
         assert ranks.codes(10) == [0, 0, 0]
@@ -153,7 +153,7 @@ def test_all_end_well_each_in_its_time(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_that_cannot_end_is_ended(tmp_path):
+def test_rank_that_cannot_end_is_killed(tmp_path):
     """No Python runs in it; what it was to say is printed for it."""
     with started(tmp_path, 2, "hold lock") as ranks:
         ranks.send(signal.SIGKILL, 0)
@@ -162,7 +162,7 @@ def test_one_that_cannot_end_is_ended(tmp_path):
 
 
 @pytest.mark.slow
-def test_native_code_that_holds_the_interpreter_is_no_fault(tmp_path):
+def test_native_code_holding_the_interpreter_is_no_fault(tmp_path):
     with started(tmp_path, 3, "hold lock") as ranks:
         assert ranks.codes(15) == [None, None, None]
         assert ranks.printed == [[], [], []]
@@ -170,7 +170,7 @@ def test_native_code_that_holds_the_interpreter_is_no_fault(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_sentries", [True, False])
-def test_a_job_that_is_stopped_and_goes_on_is_no_fault(tmp_path, with_sentries):
+def test_suspended_and_continued_job_is_no_fault(tmp_path, with_sentries):
     """Ctrl-Z, a scheduler that suspends: all processes, or the ranks alone."""
     with started(tmp_path, 3, stopped=6.0) as ranks:  # they wake one after the other
         processes = [psutil.Process(process.pid) for process in ranks.processes]
@@ -191,7 +191,7 @@ PTRACE_DETACH = 17
 
 
 @pytest.mark.slow
-def test_one_in_a_debugger_is_no_fault(tmp_path):
+def test_rank_in_a_debugger_is_no_fault(tmp_path):
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
     with started(tmp_path, 2, "wait for one") as ranks:
@@ -207,7 +207,7 @@ def test_one_in_a_debugger_is_no_fault(tmp_path):
 
 
 @pytest.mark.slow
-def test_strangers_are_not_heard(tmp_path):
+def test_strangers_are_ignored(tmp_path):
     with started(tmp_path, 2) as ranks:
         port = next(
             c.laddr.port
@@ -226,7 +226,7 @@ def test_strangers_are_not_heard(tmp_path):
         assert ranks.codes(SLACK) == [1, -signal.SIGKILL]
 
 
-def test_an_outcome_that_comes_with_the_greeting_is_heard(monkeypatch):
+def test_outcome_sent_with_the_greeting_is_read(monkeypatch):
     """As by a rank whose sentry reaches the arbiter when the run is over."""
     monkeypatch.setattr(pulse, "_page", None)
     with socket.create_server(("127.0.0.1", 0)) as arbiter:
@@ -257,7 +257,7 @@ input()
 
 
 @pytest.mark.slow
-def test_the_arbiter_does_not_wait_for_ranks_that_never_come():
+def test_arbiter_does_not_wait_for_missing_ranks():
     """For longer than they may take to reach it; else it would outlive its launch for ever."""
     with subprocess.Popen([sys.executable, "-c", ALONE], stdin=subprocess.PIPE) as rank:
         deadline = time.monotonic() + 20

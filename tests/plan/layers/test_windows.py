@@ -24,7 +24,7 @@ def windows(name, pp, count, v, weights):
 
 
 @pytest.mark.parametrize("weights", ["per_pass", "per_step"])
-def test_no_more_is_held_than_the_list_says(weights):
+def test_held_windows_agree_with_the_program(weights):
     for name, pp, count, v in ORDERS:
         programs = load(name).schedule(pp, count, v).programs
         for program, found in zip(programs, windows(name, pp, count, v, weights), strict=True):
@@ -34,14 +34,14 @@ def test_no_more_is_held_than_the_list_says(weights):
             assert sum(found.times) == len(found.arrivals)
 
 
-def test_a_few_microbatches_tell_of_many():
+def test_few_microbatches_predict_many():
     for name, pp, count, v in ORDERS:
         if v > 1:
             every = tuple(_windows(name, pp, count, v, "per_pass", coord) for coord in range(pp))
             assert windows(name, pp, count, v, "per_pass") == every, (name, pp, count, v)
 
 
-def test_a_stage_is_gathered_again_where_others_come_between_its_passes():
+def test_stage_is_gathered_again_after_other_stages():
     """Two of breadth_first's are held: the last one's passes follow each other, and the one before
     it would be sent for again as soon as it is let go of."""
     for weights, times in (("per_step", (1, 1, 1, 1)), ("per_pass", (2, 2, 1, 1))):

@@ -165,7 +165,7 @@ COORDS = [
 ]
 
 
-def test_short_programs_of_wide_layers_hold_what_is_planned(join):  # noqa: F811
+def test_short_programs_of_wide_layers_hold_the_planned_memory(join):  # noqa: F811
     """Of the config that has all: grouped queries, sequence parallelism, documents, a large end."""
     for coord in (0, -1):
         planned, found = compare("llama-8b", coord, join, layers=4)
@@ -174,13 +174,13 @@ def test_short_programs_of_wide_layers_hold_what_is_planned(join):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "pp"), COORDS)
-def test_a_program_at_full_size_holds_what_is_planned(name, pp, join):  # noqa: F811
+def test_program_at_full_size_holds_the_planned_memory(name, pp, join):  # noqa: F811
     planned, found = compare(name, pp, join)
     assert planned == pytest.approx(found, rel=0.1)
 
 
 @pytest.mark.slow
-def test_the_path_that_meta_takes_by_itself_holds_more(join):  # noqa: F811
+def test_default_path_on_meta_holds_more(join):  # noqa: F811
     """Scores of all heads: what the replaced operators are replaced for."""
     planned, found = compare("gpt2-124m", 0, join, kernels=nullcontext)
     assert planned < 0.8 * found

@@ -112,7 +112,7 @@ machines = st.sampled_from([None, A100])
 few = hypothesis_settings(max_examples=15)
 
 
-def test_nccl_is_estimated_where_there_are_gpus():
+def test_memory_of_nccl_is_estimated_on_gpus():
     """Communicators: world, pp, pp backward, dp, tp, model. Messages: with two neighbours."""
     shape = Shape(2, 128)
     one = Setting(gpt(256, 6), 256, shape, 8, schedule="one_f_one_b")
@@ -234,7 +234,7 @@ def gpt_of_many_modules():
     return gpt(512, 94, vocab_size=1000)
 
 
-def test_where_zero3_takes_more_than_zero1():
+def test_case_in_which_zero3_takes_more_than_zero1():
     """A stage smaller than stage3_max_live_parameters is whole twice as it is fetched ahead."""
     layers = MODELS[256, 6, True]
     small = Setting(
@@ -261,7 +261,7 @@ def test_where_zero3_takes_more_than_zero1():
     ],
 )
 @pytest.mark.parametrize("name", names())
-def test_in_flight_is_what_the_schedules_list_has(name, ranks, microbatches):
+def test_in_flight_equals_that_of_the_program(name, ranks, microbatches):
     """At every moment of the whole list, for stages of any size, and no more than that."""
     for pp in ranks:
         for per_rank_ in (1, 2, 3):
@@ -286,7 +286,7 @@ def test_in_flight_is_what_the_schedules_list_has(name, ranks, microbatches):
 
 @few
 @given(settings())
-def test_stages_are_those_that_training_cuts(setting):
+def test_stages_equal_those_of_training(setting):
     costs = [float(layer.cost(setting.shape).forward_flops) for layer in setting.layers]
     num_stages = setting.pp * setting.stages_per_rank
     cuts = stages_of(model_of(setting.layers), num_stages, setting.shape.seq)
@@ -294,7 +294,7 @@ def test_stages_are_those_that_training_cuts(setting):
     assert len(saved_bytes(setting)) == num_stages
 
 
-def test_model_states_are_those_of_the_zero_paper():
+def test_model_states_equal_those_of_the_zero_paper():
     """arXiv:1910.02054, section 3.1 and figure 1, in bytes a parameter, with fp32 gradients."""
     layers = MODELS[1024, 14, True]
     base = Setting(layers, 1024, Shape(1, 128), 1, dp=64, schedule="one_f_one_b")
@@ -306,7 +306,7 @@ def test_model_states_are_those_of_the_zero_paper():
         assert parts["optimizer"] == pytest.approx(optimizer * n, rel=1e-3)
 
 
-def test_a_tied_weight_counts_once_on_one_rank_and_twice_on_two():
+def test_tied_weight_counts_once_on_each_rank_that_holds_it():
     layers = MODELS[256, 6, True]
     copy = 32_000 * 256
     one, two = (
@@ -352,7 +352,7 @@ def test_page_locked_memory_comes_in_powers_of_two(zero, group):
     assert on_cpu.host == others + sum(locked) < memory.host < 2 * on_cpu.host
 
 
-def test_full_recomputation_saves_nothing_where_weight_gradients_wait():
+def test_full_recomputation_saves_nothing_with_split_backwards():
     """What W needs of a linear layer is its input, and the gradient of what it gave."""
     layers = gpt(64, 6, vocab_size=256, seq=64)
     base = Setting(layers, 64, Shape(32, 64), 4, pp=2, schedule="zero_bubble", zero_stage=1)
@@ -380,7 +380,7 @@ GB = {
 
 
 @pytest.mark.parametrize("name", GB)
-def test_a_shipped_config_fits_the_gpus_that_its_first_lines_name(name):
+def test_shipped_config_fits_the_gpus_named_in_its_comment(name):
     config = RunConfig.from_json(name)
     sizes = config.mesh
     config = config.resolve(sizes.pp * sizes.dp * sizes.tp)

@@ -231,7 +231,7 @@ def errors_of(mesh, cases):
     return {where: found / peak - 1 for where, (peak, found) in fullest.items()}
 
 
-def test_what_is_counted():
+def test_counted_memory():
     with Counting() as counting:
         x = torch.zeros(1000)
         y = x[:500] * 2  # a view is no storage of its own

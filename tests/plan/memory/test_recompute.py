@@ -13,7 +13,7 @@ from tests.plan.settings import GPT
 pytestmark = pytest.mark.pure
 
 
-def test_the_first_layers_of_each_stage():
+def test_full_recomputation_covers_the_first_layers_of_each_stage():
     """Each layer in full recomputation saves the same bytes, up to all that a stage has."""
     layers = tuple(models.layers(GPT))
     setting = Setting(layers, GPT.hidden_size, Shape(1, 1024), 8, pp=2, stages_per_rank=1)
@@ -43,6 +43,6 @@ def test_the_first_layers_of_each_stage():
         (["mlp_act", "layernorm"], "layernorm+mlp_act"),
     ],
 )
-def test_texts(value, text):
+def test_recomputation_as_text(value, text):
     assert recompute.parse(value) == recompute.parse(text)
     assert str(recompute.parse(value)) == text

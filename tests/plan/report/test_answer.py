@@ -13,7 +13,7 @@ pytestmark = pytest.mark.pure
 ANSWER = Path(__file__).parents[3] / "docs/plan_page/answer.py"
 
 
-def test_the_page_has_the_rows_and_the_parts_of_an_answer(tmp_path, monkeypatch):
+def test_page_has_rows_and_parts_of_an_answer(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("answer", ANSWER)
     assert spec and spec.loader
     page = importlib.util.module_from_spec(spec)

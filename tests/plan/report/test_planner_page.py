@@ -22,7 +22,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("arguments", SHOWN)
-def test_the_page_shows_what_is_printed(arguments, monkeypatch, capsys):
+def test_page_shows_the_printed_text(arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plan.py", *shlex.split(arguments)])
     monkeypatch.setenv("COLUMNS", "150")
     assert not plan.main()

@@ -18,7 +18,7 @@ def setting(*settings: str) -> Setting:
     return Setting.from_config(config.resolve(1))
 
 
-def test_a_bucket_is_remarked_upon_where_it_stands():
+def test_remark_on_the_reduce_bucket():
     assert not list(on_buffers(setting(), fullest(setting()), None))  # reduced once a step
     deep = "--parallel3d.model.num_hidden_layers", "24", "--train_micro_batch_size_per_gpu", "1"
     of = setting("--pipeline.gradient_reduction", "per_microbatch", *deep)

@@ -46,7 +46,7 @@ def test_days_and_memory_are_those_of_the_largest_batch():
             assert again.days == pytest.approx(plan.days, rel=1e-9)
 
 
-def test_only_epochs_leave_the_days_open():
+def test_days_are_unknown_only_with_epochs():
     open_ended = config_with({"epochs": 1.0, "batch_schedule": SCHEDULE})
     request = request_of(open_ended, machine(8 * GIB), 4)
     assert request.num_tokens is None and request.global_batch_size == 24

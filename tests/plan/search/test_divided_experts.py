@@ -55,7 +55,7 @@ def row(config, **fixed):
     return search(request, 1)
 
 
-def test_it_is_proposed_where_it_pays(config):
+def test_ep_is_proposed_if_it_pays(config):
     """ZeRO-3 gathers all experts for each token's eight, unless their owners compute them."""
     proposed = row(config, zero_stage=3).plans[0]
     alone = row(config, zero_stage=3, ep=1).plans
@@ -65,12 +65,12 @@ def test_it_is_proposed_where_it_pays(config):
     assert request_of(dense, H100, 64).base.ep == 1
 
 
-def test_rows_of_a_token(config):
+def test_rows_computed_for_a_token(config):
     embedding, block, *_ = models.layers(config.model)
     assert (embedding.rows_per_token, block.rows_per_token) == (0, 8)
 
 
-def test_the_busiest_owner_takes_longer(config):
+def test_busiest_owner_takes_longer(config):
     """Its experts' products and exchanges grow with the load; what is not theirs does not."""
     even = row(config, zero_stage=1, ep=8).plans[0].setting.but(ep_imbalance=1.0)
     busy = even.but(ep_imbalance=2.0)

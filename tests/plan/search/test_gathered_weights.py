@@ -36,7 +36,7 @@ def needs(given, way):
     return fullest(setting, machine()).total
 
 
-def test_the_fastest_is_taken_for_which_there_is_room():
+def test_fastest_weights_that_fit_are_chosen():
     given = resolved()
     assert given.pipeline.weights == "auto" and leaves_weights_open(given)
     step, passes, each = (needs(given, way) for way in ("per_step", "per_pass", "per_microbatch"))
@@ -53,12 +53,12 @@ def test_the_fastest_is_taken_for_which_there_is_room():
         assert chosen == way and f"({gib(total)} of " in note
 
 
-def test_who_offloads_parameters_does_not_get_them_all_back():
+def test_offloaded_parameters_are_not_kept_gathered():
     given = resolved(offload="cpu")
     assert weights_for(Setting.from_config(given), machine())[0] == "per_pass"
 
 
-def test_it_is_said_and_written():
+def test_choice_is_printed_and_written():
     given = resolved()
     weights, note = weights_for(Setting.from_config(given), machine(80 * GIB))
     total = gib(needs(given, "per_step"))
@@ -72,7 +72,7 @@ def test_it_is_said_and_written():
 
 
 @pytest.mark.parametrize("optimizer", ["none", "cpu"])
-def test_on_cpus_it_is_the_fastest_for_which_the_host_has_room(optimizer):
+def test_fastest_weights_that_fit_the_host_are_chosen_on_cpus(optimizer):
     """Offloaded states take their part of the same memory."""
     raw = resolved().to_dict()
     raw["zero_optimization"]["offload_optimizer"]["device"] = optimizer
@@ -88,18 +88,18 @@ def test_on_cpus_it_is_the_fastest_for_which_the_host_has_room(optimizer):
         assert weights == way and f'"auto" is {way} (' in note, note
 
 
-def test_without_a_machine_it_is_the_least():
+def test_least_memory_is_chosen_without_a_machine():
     weights, note = weights_for(Setting.from_config(resolved()), None)
     assert weights == "per_microbatch" == Setting.from_config(resolved()).weights
     assert "is not known" in note
 
 
-def test_it_is_asked_of_zero_3_alone_and_where_nothing_is_said():
+def test_choice_is_made_only_for_zero_3_with_auto():
     assert not leaves_weights_open(resolved(zero=1))
     assert not leaves_weights_open(resolved(weights="per_pass"))
 
 
-def test_the_search_takes_what_fits():
+def test_search_chooses_weights_that_fit():
     given = {
         "zero_stage": 3,
         "pp": 2,

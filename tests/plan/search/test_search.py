@@ -79,7 +79,7 @@ def best_of_each_mesh(request, rows):
         *(pytest.param(8, 16, 6, memory, 0, marks=pytest.mark.slow) for memory in (80, 8, 6, 5)),
     ],
 )
-def test_rows_are_those_of_an_exhaustive_search(devices, batch, layers, memory, cores):
+def test_rows_equal_those_of_an_exhaustive_search(devices, batch, layers, memory, cores):
     request = request_of(config(batch, layers), machine(memory * GIB, cores=cores), devices)
     expected = best_of_each_mesh(request, 6)
     simulated = []
@@ -100,7 +100,7 @@ def test_rows_are_those_of_an_exhaustive_search(devices, batch, layers, memory, 
         assert len(simulated) < 0.5 * sum(1 for _ in everything(request))
 
 
-def test_cp_is_searched_where_samples_are_long(monkeypatch):
+def test_cp_is_searched_for_long_samples(monkeypatch):
     assert all(mesh.cp == 1 for mesh in candidates.meshes(request_of(config(), machine(), 8)))
     monkeypatch.setattr(candidates, "LEAST_TOKENS", config().data.sequence_length // 4)
     request = request_of(config(4, 6), machine(0.5 * GIB), 4)
@@ -121,7 +121,7 @@ def assert_bounded(setting, hardware, first, share):
     assert share * first.total < device <= closer <= first.total and host <= first.host
 
 
-def test_bounds_are_bounds(monkeypatch):
+def test_bounds_never_exceed_the_values(monkeypatch):
     """On what the search discards by: time from below, memory from below."""
     monkeypatch.setattr(candidates, "LEAST_TOKENS", config().data.sequence_length // 2)
     request = request_of(config(), machine(), 8)
@@ -141,7 +141,7 @@ def test_bounds_are_bounds(monkeypatch):
     assert longer
 
 
-def test_memory_is_bounded_from_below_with_several_stages_per_rank():
+def test_lower_bound_of_memory_with_several_stages_per_rank():
     """Gradients that are reduced once per step do not exist in all stages at the fullest moment."""
     request = request_of(config(layers=12), machine(), 8, {"pp": 2, "dp": 2, "stages_per_rank": 2})
     several = [c for c in everything(request) if c[1].stages_per_rank > 1]
@@ -152,14 +152,14 @@ def test_memory_is_bounded_from_below_with_several_stages_per_rank():
         assert_bounded(setting, request.hardware, first, 0.25)
 
 
-def test_bf16_is_not_planned_for_what_has_none():
+def test_bf16_is_not_planned_on_hardware_without_it():
     with pytest.raises(ConfigError, match="V100-SXM2-32GB supports fp16, but not bf16"):
         request_of(config(), hardware.load("v100-32gb"), 8)
     half = config(fp16={"enabled": True}, bf16={"enabled": False})
     assert request_of(half, hardware.load("v100-32gb"), 8).devices == 8
 
 
-def test_it_is_deterministic_and_simplest_first():
+def test_search_is_deterministic_and_prefers_simple_plans():
     request = request_of(config(batch=4), machine(), 4)
     one, two = (
         [plan.to_json() for plan in search(request_of(config(batch=4), machine(), 4)).rows]
@@ -175,7 +175,7 @@ def test_it_is_deterministic_and_simplest_first():
     assert len(one_each) == sum(1 for _ in candidates.meshes(request)) > 5
 
 
-def test_full_recomputation_is_not_proposed_where_weight_gradients_wait():
+def test_full_recomputation_is_not_proposed_with_split_backwards():
     """It would save nothing (tests/plan/memory/test_peak.py)."""
     seen = {
         (flow.recompute, splits_backward(order.schedule))
@@ -184,7 +184,7 @@ def test_full_recomputation_is_not_proposed_where_weight_gradients_wait():
     assert (FULL, True) not in seen and {(NONE, True), (FULL, False)} <= seen
 
 
-def test_what_is_fixed_stays():
+def test_fixed_settings_are_kept():
     fixed = {"zero_stage": 3, "tp": 2, "recompute": "full", "gradient_reduction": "per_microbatch"}
     found = search(request_of(config(), machine(), 8, fixed))
     assert found.plans
@@ -204,7 +204,7 @@ def test_what_is_fixed_stays():
         pytest.param(8, 3, 16, 24, marks=pytest.mark.slow),
     ],
 )
-def test_the_smallest_change_fits(devices, memory, batch, every):
+def test_smallest_change_makes_a_plan_fit(devices, memory, batch, every):
     """For settings that are too large by little and by much; applied, what is said fits."""
     request = request_of(config(batch), machine(memory * GIB), devices)
     changed = 0
@@ -242,7 +242,7 @@ def test_tensor_parallelism_stays_inside_a_node_unless_nothing_else_fits():
     assert {plan.setting.tp for plan in search(tight).plans} == {4}
 
 
-def test_faster_plans_that_do_not_fit_are_said_with_what_to_change():
+def test_faster_plans_that_do_not_fit_name_a_change():
     found = search(request_of(config(batch=4), machine(2 * GIB), 4))
     assert found.plans and found.too_large
     for plan in found.too_large:
@@ -253,7 +253,7 @@ def test_faster_plans_that_do_not_fit_are_said_with_what_to_change():
         assert f"device memory: {over:,} bytes over" in plan.reason
 
 
-def test_where_nothing_fits_it_says_what_would():
+def test_smallest_change_is_named_if_nothing_fits():
     found = search(request_of(config(batch=4, layers=2), machine(GIB // 4), 2))
     assert not found.plans and found.least is not None
     # What it needs suffices.
@@ -263,7 +263,7 @@ def test_where_nothing_fits_it_says_what_would():
         choose(config(batch=4, layers=2), 2, machine(GIB // 4))
 
 
-def test_the_chosen_config_is_the_first_row():
+def test_chosen_config_is_the_first_row():
     wanted = config()
     chosen, plan = choose(wanted, 8, machine(5 * GIB))
     assert plan == plan and plan.fits and not chosen.is_planned
@@ -285,7 +285,7 @@ def test_the_chosen_config_is_the_first_row():
     assert checkpoint_bytes(plan.setting) >= 12 * plan.setting.num_params
 
 
-def test_what_the_config_keeps():
+def test_other_settings_of_the_config_are_kept():
     raw = config().to_dict()
     raw["zero_optimization"]["stage"] = 3
     raw["parallel3d"]["plan"] = {"fix": ["zero_stage", "recompute", "gradient_reduction"]}
@@ -295,7 +295,7 @@ def test_what_the_config_keeps():
     assert plan.setting.reduces_once  # as "auto" means at ZeRO-3
 
 
-def test_weights_that_are_fixed_stay_gathered_as_long_as_the_config_says():
+def test_fixed_weights_stay_gathered_as_the_config_says():
     raw = config().to_dict()
     raw["zero_optimization"]["stage"] = 3
     raw["parallel3d"]["plan"] = {"fix": ["zero_stage", "weights"]}
@@ -336,7 +336,7 @@ def test_parts_sum_and_flops_agree():
         assert plan.recomputed_flops == pytest.approx(added), mode
 
 
-def test_bad_requests():
+def test_bad_requests_are_refused():
     with pytest.raises(ConfigError, match=r"--devices = 7: no mesh of 7 devices .* 16 samples"):
         search(request_of(config(layers=1), machine(), 7))
     for tp in (3, 8):
@@ -380,7 +380,7 @@ LLAMA_405B = (
         ("llama-8b", "", 128, 8, (1, 8, 1, 1)),
     ],
 )
-def test_first_rows_are_those_beside_published_meshes(name, sizes, batch, devices, mesh):
+def test_first_rows_agree_with_published_meshes(name, sizes, batch, devices, mesh):
     """docs/planner.md has them, with the reason of each difference."""
     words = f"{PLANNED} {sizes} --train_batch_size {batch}".split()
     wanted = RunConfig.from_json(f"{name}.json", words)
@@ -390,7 +390,7 @@ def test_first_rows_are_those_beside_published_meshes(name, sizes, batch, device
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_a_search_leaves_pythons_garbage_collection_as_it_was(collects, monkeypatch):
+def test_search_restores_garbage_collection(collects, monkeypatch):
     seen = []
     room_of = best_first.room_of
     monkeypatch.setattr(
@@ -410,7 +410,7 @@ def test_a_search_leaves_pythons_garbage_collection_as_it_was(collects, monkeypa
 
 
 @pytest.mark.slow
-def test_a_trillion_parameters_on_3072_devices():
+def test_search_of_a_trillion_parameters_on_3072_devices():
     """It takes 8 to 20 s of CPU on small virtual machines; 40 s leave room for a busy one."""
     wanted = config(batch=3072, layers=128, hidden=25600, heads=160, seq=2048)
     start = time.process_time()

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.pure
 
 
 @pytest.mark.parametrize("size", [108, 150, 450])
-def test_sizes_off_the_tensor_cores_tiles_are_slower(size: int) -> None:
+def test_sizes_off_tensor_core_tiles_are_slower(size: int) -> None:
     """Published: 27 % less at these head sizes than beside them."""
 
     def rates(head: int) -> list[float]:
@@ -103,7 +103,7 @@ def test_collectives_by_hand() -> None:
     assert send_seconds(3e11, False, machine, curves) == pytest.approx(1 + 3e-6)
 
 
-def test_groups_lie_as_the_mesh_does() -> None:
+def test_groups_are_placed_on_nodes_like_the_mesh() -> None:
     # 64 devices, eight a node; tp innermost, then dp, then pp.
     group = partial(group_of, devices=64, hardware=A100)
     assert group(8, 1) == (8, 8) and group(8, 1).nodes == 1
@@ -123,7 +123,7 @@ def test_groups_lie_as_the_mesh_does() -> None:
     assert group_of(512, 8, 4096, everything).nodes == 1
 
 
-def test_what_hardware_does_not_say() -> None:
+def test_missing_figures_of_hardware_are_named() -> None:
     setting = Setting(layers_of(GPT), 1024, Shape(1, 1024), 4, dp=16)
     bare = A100.model_copy(update={"network": None, "host": None})
     step_time(setting.but(dp=8), bare)
@@ -137,7 +137,7 @@ def test_what_hardware_does_not_say() -> None:
         step_time(setting.but(dp=8, stages_per_rank=2), A100)
 
 
-def test_zero_and_offload_cost_what_they_move() -> None:
+def test_zero_and_offload_cost_the_bytes_they_move() -> None:
     base = Setting(layers_of(GPT), 1024, Shape(2, 1024), 8, dp=64, reduces_once=True)
     parts = {z: step_time(base.but(zero_stage=z), A100).parts for z in range(4)}
     # An all-reduce is a reduce-scatter and a gather; ZeRO-3 gathers twice for each microbatch.
@@ -227,7 +227,7 @@ def test_buckets_wait_once_each() -> None:
     assert ten - whole == pytest.approx(9 * waits, rel=0.2)
 
 
-def test_the_class_of_a_program_sets_the_rate_of_its_products() -> None:
+def test_class_of_a_program_sets_the_rate_of_its_products() -> None:
     curves = Curves(eager=0.9, compiled=0.95)
     work = layers_of(GPT)[1].cost(Shape(1, 128)).forward
     times = {
@@ -253,7 +253,7 @@ def compiled(mode: str) -> RunConfig:
     return RunConfig.from_dict(raw).resolve(1)
 
 
-def test_host_and_device_overlap_less_the_nearer_they_are() -> None:
+def test_overlap_of_host_and_device_depends_on_their_difference() -> None:
     """(host^p + device^p)^(1/p): 1 adds, infinity takes the longer."""
     setting = Setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 1, zero_stage=0)
     ideal = replace(Curves(), **{n: 0.0 for n in vars(Curves()) if n.startswith("overhead")})

@@ -28,7 +28,7 @@ DEVICES = st.sampled_from(("V100-SXM2-32GB", "A100-SXM4-80GB", "H100-SXM5-80GB",
 
 @given(any_setting(), DEVICES)
 @settings(max_examples=20)
-def test_parts_are_the_whole_and_the_bound_is_below(setting: Setting, name: str) -> None:
+def test_parts_sum_to_the_whole_and_exceed_the_bound(setting: Setting, name: str) -> None:
     time = step_time(setting, hardware.load(name))
     assert tuple(time.parts) == TIMES
     assert sum(time.parts.values()) == pytest.approx(time.seconds)
@@ -148,7 +148,7 @@ def test_lower_bound_of_every_schedule_with_any_costs(
     "microbatches", [(1, 3, 4, 9), pytest.param((1, 3, 4, 9, 150), marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("name", names())
-def test_bubble_of_equal_stages_is_the_schedules_own(
+def test_bubble_of_equal_stages_is_that_of_the_schedule(
     name: str, microbatches: tuple[int, ...]
 ) -> None:
     at_once = A100.model_copy(update={"link": link(1e30), "devices_per_node": None})
@@ -165,7 +165,7 @@ def test_bubble_of_equal_stages_is_the_schedules_own(
                 assert bound == pytest.approx(time.seconds, rel=0.002), (pp, count, per_rank)
 
 
-def test_one_rank_is_three_forwards_a_microbatch() -> None:
+def test_step_of_one_rank_is_three_forwards_per_microbatch() -> None:
     setting = Setting(products(3, 1 << 12), 64, Shape(1, 64), 5, zero_stage=0)
     rate = A100.matmul_flops["bf16"].value
     flops = 5 * 3 * 3 * 2 * 64 * 4096 * 64
@@ -184,7 +184,7 @@ def test_one_rank_is_three_forwards_a_microbatch() -> None:
     st.integers(1, 8), st.integers(1, 150), st.integers(1, 2), st.floats(0, 0.5), st.floats(0, 0.3)
 )
 @settings(max_examples=3)
-def test_a_short_list_tells_how_long_the_long_one_is(
+def test_short_program_predicts_the_length_of_a_long_one(
     name: str, pp: int, count: int, per_rank: int, spread: float, send: float
 ) -> None:
     if why_not(name, pp, count, per_rank):
@@ -206,7 +206,7 @@ def test_a_short_list_tells_how_long_the_long_one_is(
 
 
 @pytest.mark.parametrize("name", names())
-def test_the_planner_orders_computes_as_the_schedule_does(name: str) -> None:
+def test_planner_orders_computes_like_the_schedule(name: str) -> None:
     for pp, count, per_rank in product((1, 2, 4), (1, 3, 8), (1, 2, 3)):
         if not why_not(name, pp, count, per_rank):
             schedule = load(name).schedule(pp, count, per_rank)
@@ -216,7 +216,7 @@ def test_the_planner_orders_computes_as_the_schedule_does(name: str) -> None:
 
 @given(any_setting())
 @settings(max_examples=20)
-def test_weights_that_stay_gathered_never_take_longer(setting: Setting) -> None:
+def test_longer_gathered_weights_never_take_longer(setting: Setting) -> None:
     """And never less than ZeRO-1 or 2 reducing as often. The search goes by both, of this engine,
     whose gathers hide behind nothing."""
     setting = setting.but(zero_stage=3, offload_optimizer="none", software=Software())
@@ -230,7 +230,7 @@ def test_weights_that_stay_gathered_never_take_longer(setting: Setting) -> None:
         assert less <= more * (1 + 1e-9)
 
 
-def test_gathers_behind_the_first_hide_behind_the_stage_before() -> None:
+def test_later_gathers_are_hidden_by_the_stage_before() -> None:
     """What a device of its own does; on the program's own cores nothing hides."""
     setting = Setting(
         layers_of(GPT),
@@ -260,7 +260,7 @@ def test_gathers_behind_the_first_hide_behind_the_stage_before() -> None:
     assert data(setting, shared, 1.0) == data(setting, shared, 0.0)
 
 
-def test_a_gather_costs_the_program_a_collective_a_layer() -> None:
+def test_gather_costs_one_collective_per_layer() -> None:
     setting = Setting(layers_of(GPT), GPT.hidden_size, Shape(1, 1024), 4, dp=8, weights="per_step")
     curves = curves_for(A100)
     more = replace(curves, overhead_per_gather=curves.overhead_per_gather + 1e-3)
