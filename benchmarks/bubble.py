@@ -72,13 +72,13 @@ def spans_of(rank: int, name: str, sizes: tuple[int, int, int], seconds: float) 
     engine: Any = Sleeper(seconds, split)
     key: Any = SimpleNamespace(step=0, microbatch=0)
     executor = Executor(schedule, mesh, engine, key=key, hidden_shape=SHAPE)
-    make = executor._run[Op.W]
+    make = executor.methods[Op.W]
 
     def weights(stage: int, microbatch: int) -> None:
         time.sleep(seconds)
         make(stage, microbatch)
 
-    executor._run[Op.W] = weights
+    executor.methods[Op.W] = weights
     batch, seq, _ = SHAPE
     tokens = torch.zeros(batch, seq, dtype=torch.int64)
     microbatches = [Microbatch(tokens, tokens)] * count

@@ -189,11 +189,11 @@ class DeepSpeed(Contender):
         return {"load": self._load}
 
     def save(self, step: int) -> None:
-        self.engine._deepspeed.save_checkpoint(str(self.folder), tag=str(step))
+        self.engine.deepspeed.save_checkpoint(str(self.folder), tag=str(step))
         self._sync()
 
     def _load(self, step: int) -> None:
-        self.engine._deepspeed.load_checkpoint(str(self.folder), tag=str(step))
+        self.engine.deepspeed.load_checkpoint(str(self.folder), tag=str(step))
 
 
 def _flat(part: Tensor) -> Tensor:
