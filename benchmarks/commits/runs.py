@@ -86,6 +86,7 @@ class Run:
 
     def start(self, place: Place, *words: str) -> "Path":
         """Train in the place, record nothing, and return the folder of the run."""
+        (place.work / "nvme").mkdir(exist_ok=True)
         (place.work / f"{self.name}.json").write_text(json.dumps(self.config(place), indent=1))
         arguments = ("--config", f"{self.name}.json", "--json", *words)
         done = place.launch(self.launcher, self.ranks, "train", *arguments)
