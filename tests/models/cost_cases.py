@@ -1,4 +1,4 @@
-"""The layers of every family found, on meshes and in modes: what costs are tested for."""
+"""The layers of every family on meshes and in modes, for tests of their costs."""
 
 import itertools
 from typing import NamedTuple
@@ -38,19 +38,19 @@ def settings_of(family):
     Each switch, each probability of dropout, grouped queries, and blocks without rotary positions,
     where the family has them.
     """
-    found = {}
+    settings = {}
     for name, field in models.config_class(family).model_fields.items():
         if field.annotation is bool:
-            found[name] = (False, True)
+            settings[name] = (False, True)
         elif name.endswith("_pdrop"):
-            found[name] = (0.0, 0.1)
+            settings[name] = (0.0, 0.1)
     if "no_rope_layer_interval" in models.config_class(family).model_fields:
-        found["no_rope_layer_interval"] = (None, 1)
+        settings["no_rope_layer_interval"] = (None, 1)
     if "partial_rotary_factor" in models.config_class(family).model_fields:
-        found["partial_rotary_factor"] = (1.0, 0.5)
+        settings["partial_rotary_factor"] = (1.0, 0.5)
     if "num_key_value_heads" in models.config_class(family).model_fields:
-        found["num_key_value_heads"] = (None, 2)
-    return found | {"mesh": MESHES, "recompute": (NONE, SELECTIVE, FULL)}
+        settings["num_key_value_heads"] = (None, 2)
+    return settings | {"mesh": MESHES, "recompute": (NONE, SELECTIVE, FULL)}
 
 
 def cases_of(family, full=False):

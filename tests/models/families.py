@@ -1,4 +1,4 @@
-"""Small models of every family found, and what a mesh computes with them."""
+"""Small models of every family, and what a mesh computes with them."""
 
 from functools import lru_cache
 
@@ -30,10 +30,10 @@ def switched(family):
     """Small configs with each of the family's switches turned, then all: name -> config."""
     fields = models.config_class(family).model_fields
     switches = {name: not f.default for name, f in fields.items() if f.annotation is bool}
-    found = {family: {}} | {f"{family} {n}={v}": {n: v} for n, v in switches.items()}
+    cases = {family: {}} | {f"{family} {n}={v}": {n: v} for n, v in switches.items()}
     if len(switches) > 1:
-        found[f"{family} {ALL}"] = switches
-    return {name: small(family, **settings) for name, settings in found.items()}
+        cases[f"{family} {ALL}"] = switches
+    return {name: small(family, **settings) for name, settings in cases.items()}
 
 
 ALL = "all switched"
@@ -43,10 +43,10 @@ EVERY_FAMILY = {n: c for family in models.families() for n, c in switched(family
 def weights_of(config):
     """Whole weights by global name, far from their start: scores spread, biases and norms act."""
     generator = torch.Generator().manual_seed(3)
-    found = {}
+    weights = {}
     for name, p in named_params(models.layers(config)).items():
-        found[name] = torch.randn(p.shape, generator=generator) * 0.2 + p.init.value
-    return found
+        weights[name] = torch.randn(p.shape, generator=generator) * 0.2 + p.init.value
+    return weights
 
 
 def batch_of(config, seq=16):

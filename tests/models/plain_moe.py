@@ -79,7 +79,7 @@ class Plain:
     def attention(self, w, x):
         c = self.config
         size = self.config.head_size
-        found = []
+        repeated = []
         for part, heads in (("q", c.num_attention_heads), ("k", c.kv_heads), ("v", c.kv_heads)):
             y = x @ w[f"attention.qkv.{part}_weight"].T
             if f"attention.qkv.{part}_bias" in w:
@@ -92,8 +92,8 @@ class Plain:
                 y = norm(y, scale, c.rms_norm_eps)
             y = y.transpose(1, 2)
             y = rotated(y, c.rope_theta) if part in "qk" else y
-            found.append(y.repeat_interleave(c.num_attention_heads // heads, 1))
-        q, k, v = found
+            repeated.append(y.repeat_interleave(c.num_attention_heads // heads, 1))
+        q, k, v = repeated
         scores = q @ k.mT / size**0.5
         seq = scores.shape[-1]
         scores = scores.masked_fill(~torch.ones(seq, seq, dtype=bool).tril(), float("-inf"))

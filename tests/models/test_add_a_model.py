@@ -71,7 +71,7 @@ def run(folder, *command):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_tests_find_the_new_family(copy):
+def test_new_family_is_found_by_the_tests(copy):
     models = ("test_model", "test_layer_cost_of_torch", "test_transformers")
     tests = [f"tests/models/{name}.py" for name in models]
     tests += [f"tests/test_{name}.py" for name in ("floors", "docs")]
@@ -80,10 +80,13 @@ def test_the_tests_find_the_new_family(copy):
     printed = run(copy, "-m", "pytest", "-n0", "-v", "-rN", *which, *tests)
     for name in (
         "test_spec_describes_the_built_module[opt] PASSED",
-        *(f"test_a_layer_costs_what_it_says[opt-{name}] PASSED" for name in QUANTITIES),
-        "test_a_wrong_setting_of_a_cost_is_found[opt] PASSED",
-        "test_equals_transformers[opt-few] PASSED",
-        "test_names_and_sizes_are_those_of_transformers[opt] PASSED",
+        *(
+            f"test_predicted_cost_of_a_layer_equals_the_measured_one[opt-{name}] PASSED"
+            for name in QUANTITIES
+        ),
+        "test_wrong_setting_of_a_cost_is_detected[opt] PASSED",
+        "test_models_equal_transformers[opt-few] PASSED",
+        "test_names_and_sizes_equal_those_of_transformers[opt] PASSED",
     ):
         assert name in printed, printed
     for name in ("floors", "docs"):
@@ -94,7 +97,7 @@ def test_the_tests_find_the_new_family(copy):
 
 
 @pytest.mark.slow
-def test_the_new_family_trains_like_one_process(copy):
+def test_new_family_trains_like_one_process(copy):
     (copy / "opt.json").write_text(json.dumps(CONFIG))
     meshes = "1x1x1,2x1x2"
     command = ("launch/verify.py", "--config", "opt.json", "--meshes", meshes, "--json")

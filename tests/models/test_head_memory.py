@@ -55,7 +55,7 @@ def run_head(dtype, weight, counting):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_llama_3_8bs_head_at_8192_tokens(dtype):
+def test_memory_of_the_head_of_llama_3_8b_at_8192_tokens(dtype):
     """Of 8,192 tokens it took 11.9 GB, and kept 3.5, with all logits at once."""
     with Counting(meta=True) as counting:
         weight = nn.Parameter(torch.empty(VOCAB, HIDDEN, dtype=dtype, device="meta"))
@@ -69,7 +69,7 @@ def test_llama_3_8bs_head_at_8192_tokens(dtype):
     assert weight.grad.dtype == torch.float32
 
 
-def test_all_logits_at_once_hold_more(monkeypatch):
+def test_logits_in_one_part_hold_more(monkeypatch):
     monkeypatch.setattr(transformer_cost, "LOGITS_AT_ONCE", TOKENS * VOCAB)
     with Counting(meta=True) as counting:
         weight = nn.Parameter(torch.empty(VOCAB, HIDDEN, dtype=torch.bfloat16, device="meta"))
@@ -77,7 +77,7 @@ def test_all_logits_at_once_hold_more(monkeypatch):
     assert most > 6e9 and kept > 2e9
 
 
-def test_parts_are_as_few_as_fit_and_about_equal():
+def test_parts_are_few_and_about_equal():
     assert num_chunks(8192, 16032) == 1  # on 8 tensor-parallel ranks
     assert (num_chunks(TOKENS, VOCAB), chunk_tokens(TOKENS, VOCAB)) == (8, 1024)
     assert num_chunks(1, LOGITS_AT_ONCE * 3) == 3 and chunk_tokens(1, LOGITS_AT_ONCE * 3) == 1
@@ -101,14 +101,14 @@ def measured_in_parts(rank, at_once, *cases):
         pytest.param(MESHES, models.families(), id="all", marks=pytest.mark.slow),
     ],
 )
-def test_a_head_in_parts_costs_what_it_says(monkeypatch, meshes, families):
+def test_head_in_parts_needs_the_predicted_memory(monkeypatch, meshes, families):
     """Against torch, as all layers are, but for what operators move, and products one by one."""
     at_once = SHAPE.tokens * SIZES["vocab_size"] // 8
-    (found,) = run_locally(measured_in_parts, 1, at_once, meshes, families, timeout=300)
+    (rows,) = run_locally(measured_in_parts, 1, at_once, meshes, families, timeout=300)
     monkeypatch.setattr(transformer_cost, "LOGITS_AT_ONCE", at_once)
     transformer_cost._head.cache_clear()
     try:
-        for case, did in found:
+        for case, did in rows:
             assert case.cost().recomputed.matmuls == case.cost().forward.matmuls
             assert wrong(case, case.cost(), did) <= {traffic, products}, case
     finally:
@@ -116,7 +116,7 @@ def test_a_head_in_parts_costs_what_it_says(monkeypatch, meshes, families):
         transformer_cost._head.cache_clear()
 
 
-def test_more_tokens_take_no_more_logits():
+def test_more_tokens_need_no_more_memory_for_logits():
     head = models.layers(small("llama", **SIZES | {"vocab_size": VOCAB}))[-1]
     few, many = (head.cost(Shape(1, seq)) for seq in (2048, 2**17))
     assert max(few.working.copies, many.working.copies) <= LOGITS_AT_ONCE

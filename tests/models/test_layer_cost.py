@@ -43,7 +43,7 @@ MODES = [(1, False), (2, False), (8, False), (2, True), (8, True)]
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), MODES)
-def test_a_gpt_block_keeps_what_table_2_says(tp, sequence_parallel, batch):
+def test_gpt_block_saves_the_bytes_of_table_2(tp, sequence_parallel, batch):
     """Bytes, in 2-byte elements; the paper leaves out statistics, four numbers a token here."""
     sbh = batch * SEQ * HIDDEN
     scores = 5 * batch * HEADS * SEQ**2 / tp
@@ -84,7 +84,7 @@ def test_every_cost_is_linear_in_the_batch(config, tp, sequence_parallel, recomp
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.booleans(), st.integers(1, 4), st.sampled_from([2, 4]))
-def test_recomputation_keeps_less_and_holds_no_less_at_once(tp, split, batch, element_bytes):
+def test_recomputation_saves_less_and_works_with_no_less(tp, split, batch, element_bytes):
     """What full recomputation drops comes back while its layer runs backward, and no more."""
     for config in (GPT, LLAMA):
         block = layers(config)[1]
@@ -100,7 +100,7 @@ def test_recomputation_keeps_less_and_holds_no_less_at_once(tp, split, batch, el
 
 
 @pytest.mark.parametrize("window", [1, 100, SEQ - 1, SEQ, 10 * SEQ, None])
-def test_a_window_costs_its_keys(window):
+def test_window_costs_only_its_keys(window):
     """Pairs of a query and a key counted one by one; scores, in a program that keeps them."""
     attention = Attention(1, HEADS, 8, SEQ, 128, window)
     pairs = sum(min(position + 1, window or SEQ) for position in range(SEQ))
@@ -121,7 +121,7 @@ def test_more_ranks_than_key_value_heads_hold_one_each():
     assert layers(LLAMA)[1].cost(Shape(1, SEQ), 16).forward.attention.kv_heads == 1
 
 
-def test_bytes_of_what_is_kept():
+def test_bytes_of_saved_tensors():
     kept = KeptMemory(100, other=7, scores=50, dropped_scores=20, copies=10, unfused=3)
     assert kept.bytes(2) == 200 + 7 + 40
     assert kept.bytes(4) == 400 + 7
@@ -131,7 +131,7 @@ def test_bytes_of_what_is_kept():
     assert kept + kept - kept == kept
 
 
-def test_a_cost_is_cheap_to_ask_for():
+def test_cost_is_computed_quickly():
     """The planner's search asks tens of thousands of times."""
     block = layers(LLAMA)[1]
     shape = Shape(1, SEQ)

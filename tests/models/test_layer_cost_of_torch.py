@@ -30,28 +30,28 @@ TRAFFIC = {"first": 0.3, "middle": 0.1, "last": 0.3}
     ],
 )
 def ran(request):
-    (found,) = run_locally(measure, 1, *request.param, timeout=900)
-    return found
+    (cases,) = run_locally(measure, 1, *request.param, timeout=900)
+    return cases
 
 
 def saved(case, cost, did):
     """Bytes that autograd is given to keep, in both types; with classic attention, too."""
     # A CPU keeps statistics of a LayerNorm in bf16, too.
     for dtype, size, error in (("fp32", 4, 1e-3), ("bf16", 2, 0.015)):
-        said = cost.saved.bytes(size, fused_norms=False)
-        yield said, pytest.approx(did.saved[dtype], rel=error)
+        predicted = cost.saved.bytes(size, fused_norms=False)
+        yield predicted, pytest.approx(did.saved[dtype], rel=error)
     # A CPU keeps a mask of the scores as numbers, and shared key/value heads each repeated.
-    said = cost.saved.bytes(4, classic=True, fused_norms=False) + 3 * cost.saved.dropped_scores
+    predicted = cost.saved.bytes(4, classic=True, fused_norms=False) + 3 * cost.saved.dropped_scores
     plain = case._replace(recompute=recompute.NONE).cost().saved.bytes(4, True, fused_norms=False)
-    yield said, pytest.approx(did.saved["classic"], abs=0.1 * plain)
+    yield predicted, pytest.approx(did.saved["classic"], abs=0.1 * plain)
 
 
 def peak(case, cost, did):
     """The most bytes alive at once."""
-    said = (cost.saved + cost.working).bytes(4, fused_norms=False)
+    predicted = (cost.saved + cost.working).bytes(4, fused_norms=False)
     # That experts' sum is computed again, while nothing is saved yet, is not counted.
     again = case.layer.num_experts > 0 and case.recompute == recompute.FULL
-    yield said, pytest.approx(did.peak, rel=0.1 if again else 0.02)
+    yield predicted, pytest.approx(did.peak, rel=0.1 if again else 0.02)
 
 
 def resident(case, cost, did):
@@ -88,12 +88,12 @@ def products(case, cost, did):
 
 def traffic(case, cost, did):
     """Elements that memory-bound operators move forward, and what they move again."""
-    said = cost.forward.traffic
+    predicted = cost.forward.traffic
     (forward, backward, *again) = did.traffic
     if case.place == "last":  # a loss takes its gradient in its forward
-        said = 3 * said
+        predicted = 3 * predicted
         forward = forward + backward
-    yield said, pytest.approx(forward, rel=TRAFFIC[case.place])
+    yield predicted, pytest.approx(forward, rel=TRAFFIC[case.place])
     # Torch stops once all that was kept is there again; a CPU repeats shared key/value heads.
     for moved in again:
         yield cost.recomputed.traffic, pytest.approx(moved, abs=0.22 * forward)
@@ -121,15 +121,15 @@ def wrong(case, cost, did):
     return {
         quantity
         for quantity in QUANTITIES
-        if any(said != found for said, found in quantity(case, cost, did))
+        if any(predicted != measured for predicted, measured in quantity(case, cost, did))
     }
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES, ids=lambda quantity: quantity.__name__)
-def test_a_layer_costs_what_it_says(ran, quantity):
+def test_predicted_cost_of_a_layer_equals_the_measured_one(ran, quantity):
     for case, did in ran:
-        for said, found in quantity(case, case.cost(), did):
-            assert said == found, (case.layer.name, *case[1:], case.layer.config)
+        for predicted, measured in quantity(case, case.cost(), did):
+            assert predicted == measured, (case.layer.name, *case[1:], case.layer.config)
 
 
 def half(kept):
@@ -179,7 +179,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(ran, fault):
+def test_planted_fault_of_a_cost_is_detected(ran, fault):
     change, quantity = FAULTS[fault]
     for case, did in ran:
         cost = case.cost()
@@ -207,7 +207,7 @@ def wrong_settings(cost):
             yield name, replace(cost, **{name: other})
 
 
-def test_a_wrong_setting_of_a_cost_is_found(ran):
+def test_wrong_setting_of_a_cost_is_detected(ran):
     """As a new family may give it, of the layer's cost or of a part of it."""
     for name in {case.layer.build for case, _ in ran}:
         changed = set()

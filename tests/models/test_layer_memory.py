@@ -67,7 +67,7 @@ def plain_loss(x, weight, labels, **_):
     return F.cross_entropy(plain(x, weight).mT, labels, reduction="none")
 
 
-def test_no_layer_keeps_a_released_weight_alive(monkeypatch, mesh):
+def test_layers_do_not_keep_released_weights(monkeypatch, mesh):
     """A view that autograd saves would hold the gathered weights until the backward pass."""
     tokens = torch.randint(VOCAB, (2, 5))
 
@@ -99,7 +99,7 @@ def test_no_layer_keeps_a_released_weight_alive(monkeypatch, mesh):
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4)])
-def test_linear_by_finite_differences(shape):
+def test_gradient_of_linear_by_finite_differences(shape):
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(linear, (x, weight))

@@ -1,4 +1,4 @@
-"""Every family found: what its spec says against the modules that its blocks build."""
+"""The spec of every family against the modules that its blocks build."""
 
 from functools import lru_cache
 
@@ -23,20 +23,20 @@ NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in ONE_BY_ONE else n for n
 
 
 def described(config):
-    found = []
+    described = []
     for tp in (1, 2, 4):
         built, mesh = build(config, tp)
         held = [(h.name, h.cut, tuple(h.parameter.shape), h.counts) for h in built.held]
-        found.append((held, sum(p.numel() for p in built.module.parameters())))
+        described.append((held, sum(p.numel() for p in built.module.parameters())))
         mesh.barrier()
-    return found
+    return described
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_spec_describes_the_built_module(name):
     config = CONFIGS[name]
     specs = named_params(models.layers(config))
-    ranks = [found["described"] for found in found_of(name)]
+    ranks = [results["described"] for results in results_of(name)]
     for tp, results in zip((1, 2, 4), zip(*ranks, strict=True), strict=True):
         sizes = {"tensor": tp}
         for held, unique in results:
@@ -74,10 +74,10 @@ UNKNOWN_ELSEWHERE = [
 
 
 @pytest.mark.parametrize("name", UNKNOWN_ELSEWHERE)
-def test_tensor_parallel_gradients_are_those_of_one_rank(name):
+def test_tensor_parallel_gradients_equal_those_of_one_rank(name):
     """For what test_transformers.py cannot compare: no class of transformers is like it."""
-    for found in found_of(name):
-        one, *others = found["computed"]
+    for results in results_of(name):
+        one, *others = results["computed"]
         loss, _, gradients = one
         whole = {key: value for key, _, value in gradients}
         for our_loss, _, ours in others:
@@ -87,7 +87,7 @@ def test_tensor_parallel_gradients_are_those_of_one_rank(name):
                 assert error < 1e-5, f"{key}: {error:.1e}"
 
 
-def found_of(name):
+def results_of(name):
     """What each rank finds of a config."""
     return of_all(name in ONE_BY_ONE)[name]
 
@@ -133,7 +133,7 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_a_printed_layer_says_how_it_is_cut(name):
-    text = found_of(name)[0]["printed"]
+def test_printed_layer_shows_its_cut(name):
+    text = results_of(name)[0]["printed"]
     for line in PRINTED[name]:
         assert line in text, f"{line} is not in\n{text}"

@@ -40,11 +40,11 @@ ITS_MESHES = {n: MESHES[i % 3 :][:1] for i, n in enumerate(CONFIGS)}
 
 
 def counted_by_each(original, self, routing, batch):
-    found = original(self, routing, batch)
+    side_losses = original(self, routing, batch)
     tp = self.context.group.size()
     return {
         name: s._replace(value=s.value.detach() + tp * (s.value - s.value.detach()))
-        for name, s in found.items()
+        for name, s in side_losses.items()
     }
 
 
@@ -70,7 +70,7 @@ def computed(config, fault, meshes):
 
     A bias that balances loads has each expert's share of the tokens in place of a gradient.
     """
-    found = []
+    results = []
     for tp, sequence_parallel, recompute in meshes:
         with FAULTS[fault]():
             built, mesh = build(
@@ -88,8 +88,8 @@ def computed(config, fault, meshes):
             if h.partial:
                 dist.all_reduce(h.parameter.grad, group=mesh.tensor.group)
             gradients.append((h.name, h.cut, h.parameter.grad))
-        found.append((loss.item(), side.total.item(), gradients))
-    return found
+        results.append((loss.item(), side.total.item(), gradients))
+    return results
 
 
 def errors(config, ranks):
@@ -121,25 +121,25 @@ def every():
     configs = {n: small("moe", **{"intermediate_size": 64} | c) for n, c in CONFIGS.items()}
     jobs = [(config, "none", ITS_MESHES[name]) for name, config in configs.items()]
     faulty = [(configs["DeepSeek-V3"], fault, MESHES[:1]) for fault in FAULTS]
-    found = on_ranks(computed, [*jobs, *faulty])
-    return configs, dict(zip([*configs, *FAULTS], found, strict=True))
+    results = on_ranks(computed, [*jobs, *faulty])
+    return configs, dict(zip([*configs, *FAULTS], results, strict=True))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_are_those_of_one_plain_process(name, every):
-    configs, found = every
-    for mesh, error in zip(ITS_MESHES[name], errors(configs[name], found[name]), strict=True):
+def test_gradients_equal_those_of_one_plain_process(name, every):
+    configs, results = every
+    for mesh, error in zip(ITS_MESHES[name], errors(configs[name], results[name]), strict=True):
         assert error < 1e-5, mesh
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, every):
-    configs, found = every
-    (error,) = errors(configs["DeepSeek-V3"], found[fault])
+def test_planted_fault_of_experts_is_detected(fault, every):
+    configs, results = every
+    (error,) = errors(configs["DeepSeek-V3"], results[fault])
     assert (error > 1e-3) == (fault != "none")
 
 
-def test_the_pooled_loss_is_that_of_transformers():
+def test_pooled_loss_equals_that_of_transformers():
     """Its value, and its own gradient by each router: also where layers are computed again."""
     settings = {"router_aux_loss": "pooled", "router_aux_loss_coef": 0.1}
     config = small("moe", num_key_value_heads=2, **settings)

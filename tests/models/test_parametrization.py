@@ -1,4 +1,4 @@
-"""muP's start, multipliers and rates by role, in every family found; what cannot be is refused."""
+"""muP's start, multipliers and rates by role, in every family; bad settings are refused."""
 
 from dataclasses import replace
 from math import sqrt
@@ -44,7 +44,7 @@ def test_every_parameter_has_the_role_of_its_shape(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_starts_and_rates_go_by_the_width(family):
+def test_initial_weights_and_rates_depend_on_the_width(family):
     plain = params(model(family))
     wide = params(model(family, MUP))
     for name, p in wide.items():
@@ -70,7 +70,7 @@ def test_starts_and_rates_go_by_the_width(family):
 @pytest.mark.parametrize(
     ("scale", "rate"), [("spectral", Rate()), ("match_rms_adamw", Rate(1 / 2, 2))]
 )
-def test_muons_rates_go_by_the_norm_of_its_updates(scale, rate):
+def test_rates_of_muon_depend_on_the_norm_of_updates(scale, rate):
     """The largest singular value of 0.2 sqrt(width) U V^T is sqrt(width) times that wanted."""
     wide = model("llama", MUP)  # four times as wide as the base
     params = optimizers.load("muon").Params(lr=0.5, adam_lr=0.25, scale=scale)
@@ -82,7 +82,7 @@ def test_muons_rates_go_by_the_norm_of_its_updates(scale, rate):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_at_the_base_nothing_differs(family):
+def test_mup_at_base_width_is_the_standard_parametrization(family):
     base = MUP | {"base_width": 128, "base_head_size": 32, "base_depth": 4}
     config = model(family, base)
     plain = model(family)
@@ -94,7 +94,7 @@ def test_at_the_base_nothing_differs(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_go_by_the_size_of_a_head_once_its_base_is_known(family):
+def test_scores_scale_by_head_size_if_its_base_is_set(family):
     scales = scales_of(model(family, MUP | {"base_head_size": 8}))
     assert scales.scores(32) == pytest.approx(sqrt(8) / 32)  # 1/sqrt(8) at the base, then by 1/size
     assert scales_of(model(family, MUP)).scores(32) is None
@@ -119,7 +119,7 @@ def test_depth_transfers_by_complete_p(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"type": "mup"}, "base_width = null: is missing"),
         ({"base_width": 32}, 'base_width = 32: has no effect with type = "standard"; use "mup"'),
@@ -127,20 +127,20 @@ def test_depth_transfers_by_complete_p(family):
         (MUP | {"base_width": 0}, "greater than 0"),
     ],
 )
-def test_what_says_nothing_is_refused(family, wrong, said):
+def test_settings_without_effect_are_refused(family, wrong, message):
     with pytest.raises(ValidationError) as refusal:
         model(family, wrong)
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_published_weights_know_no_multipliers(family):
+def test_published_weights_are_refused_with_multipliers(family):
     published = model(family, MUP, from_pretrained={"folder": "somewhere"})
     [problem] = find_problems({"model": published})
     assert 'parametrization.type = "mup": applies multipliers that the weights' in str(problem)
 
 
-def test_a_family_that_states_no_role_is_refused_by_name(monkeypatch):
+def test_family_without_roles_is_refused_by_name(monkeypatch):
     import parallel3d.models.gpt.spec as spec
 
     stated = spec.layers

@@ -59,7 +59,7 @@ def compare(rank):
     """For each family and way: bits, and the bytes that left the device with those predicted."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     start = _OnHost.__init__
-    found = []
+    rows = []
     for family in sorted({*models.families()} - {"moe"}):  # experts stay (config/model_checks)
         plain = train(blocks_of(family, "none")[0])
         for text in WAYS:
@@ -81,18 +81,18 @@ def compare(rank):
                 spec.cost(SHAPE, recompute=recompute.FULL if i < full else rest)
                 for i in range(BLOCKS)
             ]
-            said = sum(cost.saved.bytes(4, fused_norms=False) for cost in each)
+            predicted = sum(cost.saved.bytes(4, fused_norms=False) for cost in each)
             # The stage's input stays: its gradient is still to come.
-            said -= 4 * SHAPE.tokens * spec.config.hidden_size
-            found.append((family, text, alike, sum(left), said))
-    return found
+            predicted -= 4 * SHAPE.tokens * spec.config.hidden_size
+            rows.append((family, text, alike, sum(left), predicted))
+    return rows
 
 
-def test_the_same_bits_and_the_bytes_that_leave_the_device():
-    (found,) = run_locally(compare, 1)
-    for family, text, alike, left, said in found:
+def test_offloaded_activations_give_the_same_bits_and_predicted_bytes():
+    (rows,) = run_locally(compare, 1)
+    for family, text, alike, left, predicted in rows:
         assert all(alike), (family, text, alike)
-        assert left == pytest.approx(said, rel=0.01), (family, text)
-    by_way = {text: left for family, text, _, left, _ in found if family == "llama"}
+        assert left == pytest.approx(predicted, rel=0.01), (family, text)
+    by_way = {text: left for family, text, _, left, _ in rows if family == "llama"}
     order = ("none", "mlp_act", "core_attn+layernorm+mlp_act", "full:1", "mlp", "full")
     assert all(by_way[less] < by_way[more] for more, less in pairwise(order))

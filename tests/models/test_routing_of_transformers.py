@@ -119,27 +119,32 @@ class Ours:
 
 def errors(ours, loss, expected):
     logits, expected_loss, gradients, _ = expected
-    found = {"logits": float((ours.logits - logits).abs().max()), "loss": abs(loss - expected_loss)}
+    differences = {
+        "logits": float((ours.logits - logits).abs().max()),
+        "loss": abs(loss - expected_loss),
+    }
     for name, parameter in ours.named.items():
         if not name.endswith("score_bias"):  # its gradient is the excess load, by our own rule
             largest = gradients[name].abs().max()
-            found[name] = float((parameter.grad - gradients[name]).abs().max() / largest)
-    return found
+            differences[name] = float((parameter.grad - gradients[name]).abs().max() / largest)
+    return differences
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_choices_and_then_numbers_are_those_of_transformers(name):
+def test_routing_and_numbers_equal_those_of_transformers(name):
     config = MODELS[name]
     (tokens, labels) = batch_of(MODELS[name], SEQ)
     weights = weights_of(config)
     expected = of_transformers(config, weights, tokens, labels)
     ours = Ours(config, weights, expected[3])
-    found = errors(ours, ours.loss(tokens, labels), expected)
-    worst = max(found, key=found.get)
-    print(f"{name}: {len(ours.gaps)} of {ours.rows} tokens differ; {worst} {found[worst]:.1e}")
+    differences = errors(ours, ours.loss(tokens, labels), expected)
+    worst = max(differences, key=differences.get)
+    print(
+        f"{name}: {len(ours.gaps)} of {ours.rows} tokens differ; {worst} {differences[worst]:.1e}"
+    )
     assert ours.rows == tokens.numel() * len(expected[3]) > 0
     assert all(gap < GAP for gap in ours.gaps) and len(ours.gaps) <= ours.rows // 100
-    assert found[worst] < TOLERANCE, f"{worst}: {found[worst]:.1e}"
+    assert differences[worst] < TOLERANCE, f"{worst}: {differences[worst]:.1e}"
     assert {n for n, p in named_params(models.layers(config)).items()} == ours.named.keys()
 
 
@@ -157,9 +162,9 @@ def test_near_ties_are_counted_and_replayed(name):
     mine["blocks.0.mlp.router.weight"][1] = router[0] - noise
     expected = of_transformers(config, theirs, tokens, labels)
     ours = Ours(config, mine, expected[3])
-    found = errors(ours, ours.loss(tokens, labels), expected)
+    differences = errors(ours, ours.loss(tokens, labels), expected)
     assert len(ours.gaps) > 5 and max(ours.gaps) < GAP, ours.gaps
-    assert max(found.values()) < 5 * TOLERANCE, found  # the weights differ by 2 SHIFT
+    assert max(differences.values()) < 5 * TOLERANCE, differences  # the weights differ by 2 SHIFT
     alone = Ours(config, mine)
-    found = errors(alone, alone.loss(tokens, labels), expected)
-    assert found["logits"] > 1e-2, "without the replay the same model has other numbers"
+    differences = errors(alone, alone.loss(tokens, labels), expected)
+    assert differences["logits"] > 1e-2, "without the replay the same model has other numbers"

@@ -97,7 +97,7 @@ def test_parameters_of_published_experts(config, counts):
     assert count(config).with_head == counts[1] - table
 
 
-def test_experts_stand_where_the_settings_say():
+def test_sparse_layers_follow_the_settings():
     config = small(
         "moe",
         num_hidden_layers=8,
@@ -115,7 +115,7 @@ def test_experts_stand_where_the_settings_say():
     assert config.inner_sizes == {"moe_intermediate_size": 32, "intermediate_size": 256}
 
 
-def test_active_parameters_stand_beside_totals(monkeypatch):
+def test_active_parameters_are_shown_beside_totals(monkeypatch):
     """Mixtral-8x7B without its routers: a dense model of whose MLPs a token uses two eighths."""
     mixtral = model(
         "llama", 4096, 32, 32, 32000, num_key_value_heads=8, intermediate_size=8 * 14336
@@ -160,7 +160,7 @@ def test_parameters_of_neox_with_and_without_embeddings(sizes, count, own):
 @pytest.mark.parametrize(
     ("name", "count"), [("pythia-70m", 70_426_624), ("pythia-1.4b", 1_414_647_808)]
 )
-def test_shipped_configs_are_the_published_models(name, count):
+def test_shipped_configs_have_the_published_number_of_parameters(name, count):
     """And train in as many steps as those did, of 1024 x 2048 tokens."""
     config = RunConfig.from_json(name)
     sizes = config.mesh
@@ -199,7 +199,7 @@ ATTENTION = 4 * HIDDEN * HIDDEN  # elements of its matrices
         ),
     ],
 )
-def test_flops_closed_form(family, heads, settings, matrices, width):
+def test_flops_equal_the_closed_form(family, heads, settings, matrices, width):
     """6 per matrix parameter, 12 x blocks x seq x the heads' width (arXiv:2204.02311, B)."""
     config = model(family, HIDDEN, BLOCKS, heads, VOCAB, **settings)
     expected = 6 * (BLOCKS * matrices + VOCAB * HIDDEN) + 12 * BLOCKS * SEQ * width
@@ -207,7 +207,7 @@ def test_flops_closed_form(family, heads, settings, matrices, width):
 
 
 @pytest.mark.parametrize("family", families())
-def test_decay_and_start(family):
+def test_weight_decay_and_initial_range_of_parameters(family):
     switches = {"attention_bias": True, "qk_norm": True} if family == "llama" else {}
     for layer in layers(small(family, **switches)):
         for p in layer.params:
@@ -219,14 +219,14 @@ def test_decay_and_start(family):
             assert p.init.value == (1.0 if is_scale else 0.0)
 
 
-def test_a_tied_output_is_the_embedding():
+def test_tied_output_is_the_embedding():
     for family in families():
         head = layers(small(family, tie_word_embeddings=True))[-1]
         assert head.tied == (("output.weight", "embedding.token.weight"),)
         assert layers(small(family, tie_word_embeddings=False))[-1].tied == ()
 
 
-def test_a_key_value_head_is_never_cut():
+def test_key_value_heads_are_never_cut():
     params = {p.name: p for p in layers(small("llama", num_key_value_heads=2))[1].params}
     keys = params["attention.qkv.k_weight"]
     assert [keys.cuts({"tensor": tp}) for tp in (1, 2, 4)] == [{0: "tensor"}, {0: "tensor"}, {}]
@@ -234,7 +234,7 @@ def test_a_key_value_head_is_never_cut():
 
 
 @pytest.mark.parametrize(("share", "turning"), [(0.25, 4), (1.0, 16), (0.5, 8), (0.3, 4)])
-def test_features_that_turn(share, turning):
+def test_number_of_rotated_features(share, turning):
     """Of heads of 16; rounded down, as in transformers."""
     assert model("neox", 64, 1, 4, VOCAB, rotary_pct=share).rotary_size == turning
 
@@ -320,13 +320,13 @@ def test_features_that_turn(share, turning):
         ("neox", {"activation": "relu"}, "'gelu', 'gelu_fast' or 'gelu_new'"),
     ],
 )
-def test_refused_sizes(family, settings, message):
+def test_bad_sizes_are_refused(family, settings, message):
     with pytest.raises(ValidationError) as error:
         small(family, **settings)
     assert message in str(error.value)
 
 
-def test_refused_scaling():
+def test_bad_rope_scaling_is_refused():
     with pytest.raises(ValidationError, match=r"high_freq_factor = 1.0: is not above low_freq"):
         RopeScaling(factor=8.0, high_freq_factor=1.0)
     with pytest.raises(ValidationError):
@@ -338,7 +338,7 @@ def test_refused_scaling():
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_a_small_model_keeps_its_switches(kind):
+def test_shrunk_model_keeps_its_switches(kind):
     """A scaling that depends on a length begins inside the small model's sequence."""
     scaling = RopeScaling(rope_type=kind, factor=8.0)
     config = small("llama", rope_scaling=scaling, no_rope_layer_interval=4)
@@ -350,12 +350,12 @@ def test_a_small_model_keeps_its_switches(kind):
     assert shrunk == {"rope_scaling": kept}
 
 
-def test_all_problems_at_once():
+def test_all_problems_of_a_model_are_reported_at_once():
     with pytest.raises(ValidationError, match=r"num_attention_heads = 5(.|\n)*num_key_value_he"):
         model("llama", 64, 1, 5, VOCAB, num_key_value_heads=4)
 
 
-def test_the_remedy_is_accepted():
+def test_proposed_remedy_is_accepted():
     """Also where the share is no round number."""
     for hidden in range(8, 400, 4):
         for percent in range(1, 101):
@@ -368,6 +368,6 @@ def test_the_remedy_is_accepted():
 
 
 @pytest.mark.parametrize("family", families())
-def test_unresolved_vocabulary(family):
+def test_unresolved_vocabulary_is_refused(family):
     with pytest.raises(ValueError, match="with_vocab_size"):
         layers(small(family, vocab_size="auto"))

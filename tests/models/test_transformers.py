@@ -120,7 +120,7 @@ def expected(config, isolated):
 def errors(config, tp, isolated, ranks):
     """The largest errors of logits and loss (absolute), and of each gradient (of its largest)."""
     logits, loss, gradients = expected(config, isolated)
-    found = {}
+    differences = {}
     for rank, (our_loss, our_logits, ours) in enumerate(ranks):
         start, stop = (config.vocab_size * (rank % tp + i) // tp for i in (0, 1))
         values = {
@@ -131,8 +131,10 @@ def errors(config, tp, isolated, ranks):
         for name, cut, gradient in ours:
             whole = gradients[name]
             values[name] = (gradient - part(whole, cut)).abs().max() / whole.abs().max()
-        found |= {name: max(found.get(name, 0.0), float(v)) for name, v in values.items()}
-    return found
+        differences |= {
+            name: max(differences.get(name, 0.0), float(v)) for name, v in values.items()
+        }
+    return differences
 
 
 # (tp, sequence parallel, documents): as many tp ranks as WORLD, so also more than kv heads. Each
@@ -167,10 +169,10 @@ def of_family(family, cases):
         if config.family == family and reference_of(config) is not None
         for place, case in enumerate(cases(name))
     }
-    found = {name: [] for name, _ in jobs}
+    results = {name: [] for name, _ in jobs}
     for (name, _), ranks in zip(jobs, on_ranks(computed_here, [*jobs.values()]), strict=True):
-        found[name].append(ranks)
-    return found
+        results[name].append(ranks)
+    return results
 
 
 def computed_here(config, *case):
@@ -179,22 +181,24 @@ def computed_here(config, *case):
 
 @pytest.mark.parametrize("cases", [few, pytest.param(others, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_equals_transformers(name, cases):
+def test_models_equal_transformers(name, cases):
     config = VARIANTS[name]
     if reference_of(config) is None:
         pytest.skip("transformers has no such architecture")
     for (tp, sequence_parallel, documents), ranks in zip(
         cases(name), of_family(config.family, cases)[name], strict=True
     ):
-        found = errors(config, tp, documents is not None, ranks)
-        worst = max(found, key=found.get)
+        differences = errors(config, tp, documents is not None, ranks)
+        worst = max(differences, key=differences.get)
         case = f"tp={tp} sequence_parallel={sequence_parallel} isolated={documents is not None}"
-        print(f"{name:40} {case:50} logits {found['logits']:.1e} {worst} {found[worst]:.1e}")
-        assert found[worst] < TOLERANCE, f"{case}: {worst} {found[worst]:.1e}"
+        largest = differences[worst]
+        logits = differences["logits"]
+        print(f"{name:40} {case:50} logits {logits:.1e} {worst} {largest:.1e}")
+        assert largest < TOLERANCE, f"{case}: {worst} {largest:.1e}"
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_names_and_sizes_are_those_of_transformers(name):
+def test_names_and_sizes_equal_those_of_transformers(name):
     config = VARIANTS[name]
     model = reference_of(config)
     if model is None:
@@ -207,7 +211,7 @@ def test_names_and_sizes_are_those_of_transformers(name):
         assert torch.equal(back[key], value), key
 
 
-def test_a_config_without_a_class_in_transformers():
+def test_config_without_a_class_in_transformers_is_refused():
     theirs = models.huggingface("llama")
     with pytest.raises(ValueError, match="attention_bias = true with qk_norm = true"):
         theirs.reference(small("llama", attention_bias=True, qk_norm=True))
@@ -219,7 +223,7 @@ def test_a_config_without_a_class_in_transformers():
 
 def moved(config, tp, sequence_parallel):
     """How far each token's logits move when the second document's first token is another."""
-    found = []
+    moved = []
     for document in (0, 1):
         built, _ = build(config, tp, SEQ, sequence_parallel)
         logits = Logits(built.module)
@@ -229,8 +233,8 @@ def moved(config, tp, sequence_parallel):
         first = DOCUMENTS.eq(document).int().argmax(-1, keepdim=True)
         other = tokens.scatter(1, first, (tokens.gather(1, first) + 1) % config.vocab_size)
         built.module(0, other, labels, Segments.of(DOCUMENTS))
-        found.append((logits.value - before).abs().amax(-1))
-    return found
+        moved.append((logits.value - before).abs().amax(-1))
+    return moved
 
 
 @lru_cache
@@ -242,7 +246,7 @@ def moved_in_all():
 
 @pytest.mark.slow  # by default documents are isolated as by transformers, which is compared above
 @pytest.mark.parametrize("family", models.families())
-def test_a_document_moves_no_other(family):
+def test_change_of_a_document_affects_no_other(family):
     for per_rank in moved_in_all()[family]:
         for document, change in enumerate(per_rank):
             inside = document == DOCUMENTS

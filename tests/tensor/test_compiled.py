@@ -44,7 +44,7 @@ def train_on_rank(rank, case, backend, reference):
             return step(lr)
 
         trainer.engine.step = counts_after
-        found = trainer.compare(reference)
+        measured = trainer.compare(reference)
         for batch in trainer.batches()[:2]:
             trainer.evaluator.run(batch)
             counted.append(compiled.counts())
@@ -53,7 +53,7 @@ def train_on_rank(rank, case, backend, reference):
     assert compiled.describe(mode_of(case)).startswith(
         f"compile {mode_of(case)}: {graphs} graphs, "
     )
-    return found, counted
+    return measured, counted
 
 
 def mode_of(case):
@@ -64,7 +64,7 @@ def check(case, backend, breaks=(), timeout=60):
     ranks = run_locally(
         train_on_rank, case.world_size, case, backend, case.reference, timeout=timeout
     )
-    errors = errors_of(case.config, [found for found, _ in ranks])
+    errors = errors_of(case.config, [measured for measured, _ in ranks])
     assert errors.within(TOLERANCE["fp32"]), errors
     for _, (first, second, third, evaluated, again) in ranks:
         assert first.graphs > 0 and first.graphs == second.graphs == third.graphs
@@ -78,7 +78,7 @@ def case(mode, **settings):
     return Case(**{"model": LLAMA, "tied": False, "changes": changes, **SMALL, **settings})
 
 
-def test_what_lies_between_products_is_compiled_once():
+def test_functions_between_products_are_compiled_once():
     """Under ZeRO-3, whose hooks stay outside, and with blocks that are computed again."""
     check(case("pointwise", checkpointing="full"), "aot_eager")
 
@@ -93,7 +93,7 @@ def losses_on_rank(rank, cases):
 
 
 @pytest.mark.slow
-def test_rows_that_are_sent_to_experts_are_not_compiled():
+def test_rows_sent_to_experts_are_not_compiled():
     """Their number changes: torch gives up after eight."""
     settings = {"model": MOE, "mesh": (1, 2, 1), "steps": 2, "batch": 24, "microbatches": 12}
     cases = []
@@ -135,17 +135,17 @@ def test_losses_by_inductor(name):
 
 def masked_on_rank(rank, cases):
     """Losses and norms of each, whose masks are drawn in compiled blocks, and what was compiled."""
-    found = []
+    results = []
     for case in cases:
         with by("aot_eager"):
             trainer = Trainer(case)
-            found.append((*trainer.run(), compiled.counts()))
+            results.append((*trainer.run(), compiled.counts()))
             trainer.close()
-    return found
+    return results
 
 
 @pytest.mark.slow
-def test_masks_are_the_same_where_a_compiled_block_is_computed_again():
+def test_recomputed_compiled_block_has_the_same_masks():
     kinds = ("none", "full", "selective")
     cases = [case("block", model=MASKED, zero_stage=1, checkpointing=kind) for kind in kinds]
     ((kept, full, selective),) = run_locally(masked_on_rank, 1, cases, timeout=200)
@@ -156,7 +156,7 @@ def test_masks_are_the_same_where_a_compiled_block_is_computed_again():
 
 
 @pytest.mark.slow
-def test_no_layer_is_compiled_that_is_as_one_before():
+def test_equal_layers_are_compiled_once():
     """Torch gives up after eight graphs of one function."""
     graphs = set()
     for layers in (2, 10):
@@ -173,6 +173,6 @@ def break_that_comes_late(rank):
     return torch._dynamo.explain(lambda x: late(x * 2) * 2)(torch.ones(2)).graph_break_count
 
 
-def test_functions_that_are_imported_late_are_left_out_too():
+def test_functions_imported_late_are_skipped_too():
     """A family's blocks are; experts' products, traced into a graph, stopped the run."""
     assert run_locally(break_that_comes_late, 1) == [1]

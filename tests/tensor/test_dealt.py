@@ -76,7 +76,7 @@ def attention_on_rank(rank, window, with_sinks):
         own_part(t, places, d) for t, d in zip([expected, *wanted], (1, 2, 2, 2), strict=True)
     ]
     attend = partial(attend_documents, segments=segments, dropout=0.0, window=window, sinks=sinks)
-    found = []
+    results = []
     for run in (attend, partial(checkpoint, attend, use_reentrant=False)):
         here = [x.clone().requires_grad_() for x in parts[:3]]
         with Traffic(mesh) as traffic:
@@ -90,18 +90,18 @@ def attention_on_rank(rank, window, with_sinks):
         else:
             want = wanted
         errors = [float((a - b).detach().abs().max()) for a, b in zip(got, want, strict=True)]
-        found.append((errors, {c.operation: (c.group, c.calls, c.bytes) for c in traffic.calls}))
+        results.append((errors, {c.operation: (c.group, c.calls, c.bytes) for c in traffic.calls}))
     mesh.barrier()
-    return found
+    return results
 
 
 BOTH = 2 * BATCH * SEQ * KV_HEADS * SIZE * 8  # bytes of all keys and values
 
 
 @pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (13, True)])
-def test_it_is_the_attention_of_whole_samples(window, with_sinks):
-    for found in run_locally(attention_on_rank, 4, window, with_sinks, timeout=200):
-        for errors, calls in found:
+def test_dealt_attention_equals_that_of_whole_samples(window, with_sinks):
+    for results in run_locally(attention_on_rank, 4, window, with_sinks, timeout=200):
+        for errors, calls in results:
             assert max(errors) < 1e-12, errors
             # Forward and backward gather them, and the backward reduces their gradients.
             assert calls == {
@@ -129,7 +129,7 @@ def kept_on_rank(rank, cp):
     return kept, y.numel() * 4
 
 
-def test_a_rank_keeps_its_share():
+def test_rank_keeps_only_its_share():
     """Its output and a number for each token and head; keys and values of all ranks would show."""
     for kept, output in run_locally(kept_on_rank, 2, 2, timeout=200):
         assert kept == output + output // SIZE
@@ -166,7 +166,7 @@ def dropped(layer, x, tp_rank):
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_masks_are_those_of_whole_samples(split):
+def test_dropout_masks_equal_those_of_whole_samples(split):
     for errors in run_locally(dropped_on_rank, 4, split, timeout=200):
         assert max(errors) < 1e-4
 
@@ -186,7 +186,7 @@ class Group:
 
 
 @pytest.mark.parametrize("window", [None, 400])
-def test_one_kernel_computes_the_same(window):
+def test_flex_kernel_gives_the_same_attention(window):
     """FlexAttention with the blocks that a GPU's kernel is told of, as torch runs it on a CPU."""
     seq = 1024
     cp = 2

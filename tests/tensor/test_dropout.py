@@ -42,7 +42,7 @@ def masks_on_rank(rank):
     replicated = Dropout(0.5, "here", key=key)
     split = Dropout(0.5, "here", key=key, split_over=mesh.tensor.group)
     elsewhere = Dropout(0.5, "there", key=key)
-    found = {
+    masks = {
         "replicated": mask(replicated),
         "again": mask(replicated),
         "split": mask(split),
@@ -50,29 +50,29 @@ def masks_on_rank(rank):
     }
     key.step = 1
     key.microbatch = 0
-    found["step"] = mask(replicated)
+    masks["step"] = mask(replicated)
     key.step = 0
     key.microbatch = 1
-    found["microbatch"] = mask(replicated)
+    masks["microbatch"] = mask(replicated)
     key.microbatch = 0
     key.seed = 4
-    found["seed"] = mask(replicated)
+    masks["seed"] = mask(replicated)
     mesh.barrier()
-    return (mesh.samples.coord, mesh.tensor.coord), found
+    return (mesh.samples.coord, mesh.tensor.coord), masks
 
 
 def test_masks_agree_and_differ():
-    found = dict(run_locally(masks_on_rank, 4, timeout=60))
+    masks = dict(run_locally(masks_on_rank, 4, timeout=60))
     for dp in (0, 1):
-        one = found[dp, 0]
-        two = found[dp, 1]
+        one = masks[dp, 0]
+        two = masks[dp, 1]
         for name in ("replicated", "elsewhere", "step", "microbatch", "seed"):
             assert one[name] == two[name], name
         assert one["split"] != two["split"]
         assert one["again"] == one["replicated"]
     # Nothing else is alike: not over steps, microbatches, places, seeds and dp coordinates.
-    alone = [m for dp in (0, 1) for n, m in found[dp, 0].items() if n not in ("again", "split")]
-    alone += [found[0, 1]["split"], found[1, 1]["split"]]
+    alone = [m for dp in (0, 1) for n, m in masks[dp, 0].items() if n not in ("again", "split")]
+    alone += [masks[0, 1]["split"], masks[1, 1]["split"]]
     for a, b in combinations(alone, 2):
         same = sum(x == y for x, y in zip(a, b, strict=True))
         assert 88 < same < 168  # of 256; five standard deviations around the half
@@ -93,7 +93,7 @@ def test_keep_rate(p):
     assert abs(both - p * p) < 5 * (p * p / numel) ** 0.5
 
 
-def test_none_in_evaluation():
+def test_no_dropout_in_evaluation():
     dropout = Dropout(0.5, "here", key=RandomKey(0)).eval()
     x = torch.ones(64)
     assert dropout(x) is x
@@ -105,7 +105,7 @@ def test_none_in_evaluation():
     assert dropout.train().active_p == 0.5
 
 
-def test_one_generator_is_seeded(monkeypatch):
+def test_only_one_generator_is_seeded(monkeypatch):
     """The device's own, as torch.manual_seed seeds it; those of its peers are other ranks'."""
     dropout = Dropout(0.5, "here", key=RandomKey(0))
     seeds = []
@@ -144,9 +144,9 @@ def gradients(block, key, recompute):
     for microbatch in (0, 1):
         key.microbatch = microbatch
         outputs[microbatch].square().sum().backward()
-    found = [x.grad for x in inputs] + [p.grad for p in block.parameters()]
+    gradients = [x.grad for x in inputs] + [p.grad for p in block.parameters()]
     block.zero_grad()
-    return found, outputs
+    return gradients, outputs
 
 
 def recomputed(rank, seeded):
@@ -171,7 +171,7 @@ def test_checkpointing_draws_the_same_masks():
         assert torch.equal(a, c)
 
 
-def test_without_seeding_they_would_differ():
+def test_masks_differ_without_seeding():
     (alike, *_), _ = run_locally(recomputed, 2, False, timeout=60)
     assert not alike
 
@@ -190,7 +190,7 @@ def heads_on_rank(rank, training):
     return seen[0].detach()
 
 
-def test_attention_drops_other_weights_on_each_tp_rank():
+def test_attention_drops_different_weights_on_each_tp_rank():
     one, two = run_locally(heads_on_rank, 2, False, timeout=60)
     assert torch.equal(one, two)
     one, two = run_locally(heads_on_rank, 2, True, timeout=60)

@@ -30,7 +30,7 @@ def group():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [8, 16, 6])
-def test_grouped_products_are_those_of_a_loop(width, dtype):
+def test_grouped_products_equal_those_of_a_loop(width, dtype):
     """Also of widths that torch's kernel refuses; an expert without tokens has gradients of 0."""
     torch.manual_seed(0)
     x = torch.randn(8, width, dtype=dtype, requires_grad=True)
@@ -49,7 +49,7 @@ def test_grouped_products_are_those_of_a_loop(width, dtype):
     assert weight.grad[1].count_nonzero() == weight.grad[3].count_nonzero() == 0
 
 
-def test_the_kernel_is_used_where_strides_are_aligned(monkeypatch):
+def test_kernel_is_used_if_strides_are_aligned(monkeypatch):
     used = []
     monkeypatch.setattr(
         experts_module.F, "grouped_mm", lambda a, b, offs: used.append(1) or torch.empty(0)
@@ -66,7 +66,7 @@ def run(experts, x, chosen, weights):
 
 
 @pytest.mark.parametrize("capacity", [None, 1.0])
-def test_tokens_come_back_to_their_places(group, capacity):
+def test_tokens_return_to_their_places(group, capacity):
     """By finite differences, and token by token; the last tokens beyond a capacity skip it."""
     torch.manual_seed(1)
     experts = Experts(4, 4, 6, context=layer_context(group), capacity=capacity).double()
@@ -122,7 +122,7 @@ def divided(rank, weights, tokens, gradients):
     return y.detach(), x.grad, shares.grad, own, order, calls.bytes
 
 
-def test_divided_experts_are_those_of_one_rank(group):
+def test_divided_experts_equal_those_of_one_rank(group):
     torch.manual_seed(2)
     whole = Experts(EXPERTS, SIZE, INNER, context=layer_context(group))
     for p in whole.parameters():
@@ -147,7 +147,7 @@ def test_divided_experts_are_those_of_one_rank(group):
     assert sum(rank[5] for rank in ranks) >= sent
 
 
-def test_no_released_weight_is_kept_alive(group):
+def test_released_weights_are_freed(group):
     experts = Experts(4, 4, 8, context=layer_context(group))
     for p in experts.parameters():
         nn.init.normal_(p)

@@ -51,7 +51,7 @@ def gradients(rank, size, sequence_parallel, recompute, dtype):
         torch.nn.init.normal_(parameter, std=0.5)
         parameter.grad_dtype = torch.float32
     xs = [torch.randn(2, 4, SIZE, dtype=dtype) for _ in range(2)]
-    found = []
+    results = []
     for deferred in (False, True):
         block.zero_grad(set_to_none=True)
         inputs = []
@@ -70,8 +70,8 @@ def gradients(rank, size, sequence_parallel, recompute, dtype):
             waiting.append(products)
         for products in waiting:
             products.make()
-        found.append((inputs, {n: p.grad for n, p in block.named_parameters()}, early))
-    return found
+        results.append((inputs, {n: p.grad for n, p in block.named_parameters()}, early))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_to_the_bit(size, sequence_parallel, recompute, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_added_in_place_to_the_bit(dtype):
+def test_gradients_are_added_in_place_bit_for_bit(dtype):
     """Of a linear layer and of a head in parts; autograd's own sums, without its copies."""
     weight, head = (nn.Parameter(torch.randn(n, SIZE).to(dtype)) for n in (SIZE, 50))
     xs = torch.randn(3, 4, SIZE).to(dtype)
     labels = torch.randint(50, (4,))
     alone = layer_context(torch.distributed.ProcessGroup(0, 1))
-    found = []
+    gradients = []
     for in_place in (False, True):
         for parameter in (weight, head):
             parameter.grad = None
@@ -111,14 +111,14 @@ def test_added_in_place_to_the_bit(dtype):
             with accumulate_in_place() if in_place else nullcontext():
                 loss.backward()
             assert before is None or weight.grad is before
-        found.append((weight.grad, head.grad))
-    for plain, added in zip(*found, strict=True):
+        gradients.append((weight.grad, head.grad))
+    for plain, added in zip(*gradients, strict=True):
         assert plain.dtype == added.dtype == torch.float32
         assert torch.equal(plain, added)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_head_in_parts_is_added_in_place(dtype, monkeypatch):
+def test_gradient_of_a_head_in_parts_is_added_in_place(dtype, monkeypatch):
     monkeypatch.setattr(transformer_cost, "LOGITS_AT_ONCE", 100)
     head = nn.Parameter(torch.randn(50, SIZE).to(dtype))
     x = torch.randn(4, SIZE).to(dtype)
@@ -132,7 +132,7 @@ def test_a_head_in_parts_is_added_in_place(dtype, monkeypatch):
     torch.testing.assert_close(head.grad, 2 * once, rtol=1e-6, atol=1e-7)
 
 
-def test_a_released_parameter_takes_its_whole_gradient():
+def test_released_parameter_gets_its_whole_gradient():
     """As ZeRO-3 leaves it between a stage's last input gradient and its weights' gradients."""
     layer = nn.Parameter(torch.randn(3, SIZE))
     x = torch.randn(5, SIZE, requires_grad=True)

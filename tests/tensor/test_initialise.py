@@ -63,7 +63,7 @@ def ranges(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(ranges())
-def test_any_range_of_any_cut_has_the_same_bits(example):
+def test_every_range_of_every_cut_has_the_same_bits(example):
     spec, cut, start, stop = example
     out = torch.full((stop - start,), torch.nan)
     fill(out, start, spec, "weight", cut, 0)
@@ -72,7 +72,7 @@ def test_any_range_of_any_cut_has_the_same_bits(example):
     assert out[len(expected) :].isnan().all(), "padding is left alone"
 
 
-def test_statistics():
+def test_statistics_of_first_weights():
     values = whole(spec_of((1000, 1000))).double()
     assert abs(values.mean()) < 5 * 0.02 / 1000
     assert abs(values.std() / 0.02 - 1) < 5 / 1000 / 2**0.5
@@ -80,7 +80,7 @@ def test_statistics():
     assert abs((values.abs() > 0.04).double().mean() - 0.0455) < 5 * 0.0455**0.5 / 1000
 
 
-def test_nothing_is_drawn_twice():
+def test_no_random_number_is_used_twice():
     """Other names, seeds, slabs and tiles have other numbers."""
     fused = whole(spec_of((3, 512, 512)))
     tiles = [
@@ -93,14 +93,14 @@ def test_nothing_is_drawn_twice():
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
-def test_constants(value):
+def test_constant_initial_values(value):
     out = torch.full((5,), torch.nan)
     fill(out, 6, spec_of((9,), init=Init(value=value)), "weight", Cut((9,)), 0)
     assert out[:3].tolist() == [value] * 3
     assert out[3:].isnan().all(), "padding is left alone"
 
 
-def test_bf16_is_the_rounded_start():
+def test_bf16_weights_are_rounded_fp32_ones():
     spec = spec_of((300, 20))
     out = torch.empty(spec.numel, dtype=torch.bfloat16)
     fill(out, 0, spec, "weight", Cut(spec.shape), 0)
@@ -127,7 +127,7 @@ class Memory(Counting):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_shard_draws_no_more_than_its_tiles(dim):
+def test_shard_draws_only_its_tiles(dim):
     spec = spec_of((4096, 1024))
     dp = 4
     for rank in range(4):
@@ -147,7 +147,7 @@ def test_a_shard_draws_no_more_than_its_tiles(dim):
 
 @pytest.mark.parametrize("shape", [(32, 32), (61, 32), (3, 32, 32), (128, 20)])
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)])
-def test_no_shard_draws_the_whole_of_a_small_parameter(shape, tp, dp):
+def test_shard_of_a_small_parameter_draws_only_a_part(shape, tp, dp):
     spec = spec_of(shape)
     for tp_rank, dp_rank in product(range(tp), range(dp)):
         cut = cut_of(shape, (len(shape) - 2, tp, tp_rank))
@@ -179,7 +179,7 @@ def build_on_rank(rank, sharded):
     return memory.peak, memory.largest, len(built.held)
 
 
-def test_a_stage_never_exists_whole_while_it_is_built():
+def test_stage_is_sharded_while_it_is_built():
     specs = layers(Case(model=BIG).config.model)
     sizes = [4 * p.numel for layer in specs for p in layer.params]  # a tied copy is built too
     for peak, largest, _ in run_locally(build_on_rank, 2, True):

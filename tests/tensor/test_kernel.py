@@ -1,4 +1,4 @@
-"""The kernel that is said to compute attention is the one that runs."""
+"""The logged attention kernel is the one that runs."""
 
 from itertools import product
 
@@ -31,7 +31,7 @@ def context():
     mesh.close()
 
 
-def test_it_is_the_one_that_runs_and_is_said_once(context):
+def test_logged_kernel_is_the_one_that_runs(context):
     """Against the operators that torch then calls; on a CPU, dropout alone has no fused kernel."""
     seen = set()
     for dropout, kv_heads, isolated, dtype in product(
@@ -41,56 +41,58 @@ def test_it_is_the_one_that_runs_and_is_said_once(context):
         k, v = torch.randn(2, 2, kv_heads, 16, 8, dtype=dtype, requires_grad=True)
         segments = Segments.of(torch.arange(16).div(5).long().expand(2, 16)) if isolated else None
         attention = attend(dropout, context, heads=(4, kv_heads))
-        said = []
+        logged = []
         sizes = {"batch": 2, "seq": 16, "dtype": dtype, "device": CPU, "isolated": isolated}
         with Calls() as asked:
-            log_kernel(nn.Sequential(attention), said.append, **sizes)
+            log_kernel(nn.Sequential(attention), logged.append, **sizes)
         assert not any("attention" in name for name in asked.names)  # before anything is computed
         with Calls() as ran:
             attention(q, k, v, segments)
         kernel = kernel_of(q, k, v, dropout)
         fused = any("flash_attention" in name for name in ran.names)
         assert kernel == (SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH)
-        assert said == [describe_kernel(kernel)]
+        assert logged == [describe_kernel(kernel)]
         seen.add((kernel, dropout))
     assert seen == {(SDPBackend.FLASH_ATTENTION, 0.0), (SDPBackend.MATH, 0.1)}
 
 
-def test_a_warning_says_what_to_change():
+def test_warning_names_the_setting_to_change():
     assert "bf16" in describe_kernel(SDPBackend.MATH)
     assert "WARNING" not in describe_kernel(SDPBackend.CUDNN_ATTENTION)
 
 
-def test_a_window_is_said_of_the_layer_that_sees_most(context):
+def test_kernel_of_the_layer_with_the_widest_window_is_logged(context):
     """A mask has a fused kernel here, too; the operators that run are those of blocks."""
     windows = (3, 7)
-    said = []
+    logged = []
     layers = [
         CausalAttention(0.0, "a", context=context, heads=(4, 2), head_size=8, window=w)
         for w in windows
     ]
     sizes = {"batch": 2, "seq": 300, "dtype": torch.float32, "device": CPU, "isolated": False}
-    log_kernel(nn.Sequential(*layers), said.append, **sizes)
-    assert said == ["kernel  attention runs as flash"]
+    log_kernel(nn.Sequential(*layers), logged.append, **sizes)
+    assert logged == ["kernel  attention runs as flash"]
     q = torch.randn(2, 4, 300, 8)
     with Calls() as ran:
         layers[1](q, q[:, :2], q[:, :2])
     assert sum("flash_attention" in name for name in ran.names) == 3
 
 
-def test_dealt_tokens_have_a_kernel_of_their_own(context):
+def test_kernel_of_dealt_tokens_is_logged(context):
     """On a GPU, where blocks have its size."""
     sizes = {"batch": 2, "dtype": torch.bfloat16, "isolated": True}
-    said = []
+    logged = []
     for device, seq in (("cuda", 2048), ("cuda", 512), ("cpu", 2048)):
         layer = attend(0.0, context, heads=(4, 2))
         layer.cp = 4
-        log_kernel(nn.Sequential(layer), said.append, seq=seq, device=torch.device(device), **sizes)
-    assert ["flex" in line for line in said] == [True, False, False]
+        log_kernel(
+            nn.Sequential(layer), logged.append, seq=seq, device=torch.device(device), **sizes
+        )
+    assert ["flex" in line for line in logged] == [True, False, False]
 
 
-def test_nothing_is_said_where_a_rank_has_no_attention(context):
-    said = []
+def test_no_kernel_is_logged_without_attention(context):
+    logged = []
     sizes = {"batch": 2, "seq": 16, "dtype": torch.float32, "device": CPU, "isolated": False}
-    log_kernel(nn.Linear(2, 2), said.append, **sizes)
-    assert not said
+    log_kernel(nn.Linear(2, 2), logged.append, **sizes)
+    assert not logged

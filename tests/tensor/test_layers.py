@@ -248,7 +248,7 @@ def check_on_rank(rank, kinds, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1
 # The failing example is in the message: shrinking it would take minutes.
 @settings(max_examples=2, deadline=None, phases=[Phase.generate], database=None)
 @given(examples=st.lists(SIZES, min_size=6, max_size=6, unique=True))
-def test_layers_equal_their_twins(examples):
+def test_layers_equal_those_of_plain_torch(examples):
     run_locally(check_on_rank, 4, list(CHECKS), examples, torch.float64, timeout=60)
 
 
@@ -287,13 +287,13 @@ def sabotage(rank, number):
 
 
 @pytest.mark.parametrize("number", range(len(SABOTAGES)), ids=lambda n: SABOTAGES[n][3])
-def test_a_fault_is_seen(number):
+def test_planted_fault_of_a_layer_is_detected(number):
     with pytest.raises(RankFailed, match="not close"):
         run_locally(sabotage, 4, number)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 64))
-def test_a_vocabulary_has_no_padding(length, parts):
+def test_vocabulary_has_no_padding(length, parts):
     bounds = [even_split(length, parts, i) for i in range(parts)]
     assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
     assert bounds[-1][1] == length
@@ -322,7 +322,7 @@ def collectives_on_rank(rank, case):
     return operators.names
 
 
-def test_no_group_of_a_cpu_is_asked_for_a_coalesced_collective():
+def test_cpu_groups_run_no_coalesced_collective():
     """Gloo's two threads corrupt the heap with them (benchmarks/upstream/gloo_coalesced.py)."""
     case = Case(mesh=(1, 2, 2), sequence_parallel=True, batch=16, steps=1)
     for names in run_locally(collectives_on_rank, case.world_size, case):

@@ -84,8 +84,8 @@ def check_loss_in_parts(s, group, tolerance):
         whole = share(x.grad, 1, group) if split else x.grad
         for what, got, of in (("loss", loss, want), ("input gradient", mine.grad, whole)):
             close(got, of, f"{what}, {tokens} tokens at a time, split {split}", tolerance)
-        found = weight.grad.to(w.dtype)
-        close(found, share(w.grad, 0, group), f"weight gradient, {tokens} at a time", tolerance)
+        gradient = weight.grad.to(w.dtype)
+        close(gradient, share(w.grad, 0, group), f"weight gradient, {tokens} at a time", tolerance)
 
 
 CHECKS = (check_cross_entropy, check_loss_in_parts)
@@ -111,7 +111,7 @@ def check_on_rank(rank, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1, 1, 4)
 # The failing example is in the message: shrinking it would take minutes.
 @settings(max_examples=1, deadline=None, phases=[Phase.generate], database=None)
 @given(examples=st.lists(SIZES, min_size=6, max_size=6, unique=True))
-def test_losses_equal_their_twins(examples):
+def test_losses_equal_those_of_plain_torch(examples):
     passed = run_locally(check_on_rank, 4, examples, torch.float64, timeout=60)
     assert passed == [3 * len(CHECKS) * len(examples)] * 4
 
@@ -134,7 +134,7 @@ def compiled_on_rank(rank, dtype):
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
 )
-def test_compiled_passes_give_the_same(dtype):
+def test_compiled_losses_are_the_same(dtype):
     for graphs, breaks in run_locally(compiled_on_rank, 2, dtype, timeout=120):
         assert graphs > 4 and not breaks
 
@@ -151,7 +151,7 @@ def sabotage(rank, number):
 
 
 @pytest.mark.parametrize("number", range(len(CHECKS)))
-def test_a_missing_collective_is_seen(number):
+def test_missing_collective_is_detected(number):
     with pytest.raises(RankFailed, match="not close"):
         run_locally(sabotage, 2, number)
 
@@ -178,7 +178,7 @@ def confident_gradients(rank):
     return pairs
 
 
-def test_confident_labels_still_teach_in_bf16():
+def test_confident_labels_have_gradients_in_bf16():
     for pairs in run_locally(confident_gradients, 2, timeout=60):
         for rounded, exact in pairs:
             assert rounded.dtype == torch.bfloat16

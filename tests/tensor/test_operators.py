@@ -116,17 +116,17 @@ def count_on_rank(rank, inductor):
     def operators(block):
         x.grad = None
         block.zero_grad()
-        with Operators() as found:
+        with Operators() as operators_run:
             block(x).backward(gradient)
-        return found.count
+        return operators_run.count
 
     operators(plain)  # which makes the rotary tables
     before = operators(plain)
     operators(pointwise)  # which compiles
     kernels.count = kernels.calls = 0
-    found = before, operators(pointwise), kernels.calls, kernels.count
+    counts = before, operators(pointwise), kernels.calls, kernels.count
     mesh.close()
-    return found
+    return counts
 
 
 def traced_for(kernels):
@@ -141,14 +141,14 @@ def inductor_of(kernels):
     return lambda graph, inputs: compile_fx(graph, inputs, inner_compile=kernels)
 
 
-def test_what_lies_between_products_is_most_of_a_block():
+def test_most_operators_of_a_block_are_between_products():
     """Two norms, rotary positions and SwiGLU: 66 operators in 8 graphs, as inductor is given."""
     ((before, outside, calls, _),) = run_locally(count_on_rank, 1, False, timeout=60)
     assert (before, outside, calls) == (90, 24, 8)
 
 
 @pytest.mark.slow
-def test_inductor_takes_a_third_of_a_blocks_operators_away():
+def test_inductor_removes_a_third_of_the_operators():
     ((before, outside, calls, kernels),) = run_locally(count_on_rank, 1, True, timeout=230)
     print(f"{before} operators; {outside} and {kernels} kernels of {calls} graphs")
     assert calls == 8 and 0 < kernels <= 2 / 3 * before - outside

@@ -94,12 +94,12 @@ def passed(layer, split, deferred=False):
 def bits(rank):
     """Gradients of each layer, with and without; the same where they are held back."""
     group = Mesh(tp=2).tensor.group
-    found = []
+    results = []
     for split in (False, True):
         for off, on in zip(layers(group, split, False), layers(group, split), strict=True):
             gradients = [passed(off, split), passed(on, split), passed(on, split, deferred=True)]
-            found.append(gradients)
-    return found
+            results.append(gradients)
+    return results
 
 
 def test_to_the_bit():
@@ -112,7 +112,7 @@ def test_to_the_bit():
 def order_and_time(rank):
     """Of the backward of one layer, without and with: what was issued, and the seconds."""
     mesh = Mesh(tp=2)
-    found = []
+    timed = []
     for split in (False, True):
         for on in (False, True):
             layer, _ = layers(mesh.tensor.group, split, on)
@@ -122,11 +122,11 @@ def order_and_time(rank):
             with order() as names:
                 start = time.perf_counter()
                 y.backward()
-                found.append((names, time.perf_counter() - start))
-    return found
+                timed.append((names, time.perf_counter() - start))
+    return timed
 
 
-def test_a_collective_runs_under_the_product_that_does_not_need_it():
+def test_collective_overlaps_with_an_independent_product():
     for replicated, overlapped, split, both in run_strictly(order_and_time, 2, text=DELAYS):
         names, seconds = zip(replicated, overlapped, split, both, strict=True)
         assert names == (
@@ -156,7 +156,7 @@ def results(rank):
     return whole, mine, total, total.data_ptr() == x.data_ptr() and moved_places == places
 
 
-def test_no_layout_is_copied():
+def test_overlap_copies_no_layout():
     x = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
     want = torch.cat([x, 2 * x], dim=-2)
     for rank, (whole, mine, total, in_place) in enumerate(run_locally(results, 2, timeout=60)):

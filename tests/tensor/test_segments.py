@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gloo
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4))
-def test_segments_by_a_slow_loop(ends):
+def test_segments_equal_those_of_a_slow_loop(ends):
     documents = []
     for row in ends:
         ordinals = []
@@ -52,28 +52,28 @@ def test_it_is_attention_with_a_mask(kv_heads):
     like = {"dtype": torch.float64, "requires_grad": True}
     q, k, v = (torch.randn(2, heads, 24, 8, **like) for heads in (4, kv_heads, kv_heads))
     grad = torch.randn(2, 24, 4, 8, dtype=torch.float64)
-    found = attend_documents(q, k, v, Segments.of(DOCUMENTS), 0.0)
+    output = attend_documents(q, k, v, Segments.of(DOCUMENTS), 0.0)
     expected = with_a_mask(q, k, v, DOCUMENTS)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(output, expected)
     for got, want in zip(
-        torch.autograd.grad(found, (q, k, v), grad),
+        torch.autograd.grad(output, (q, k, v), grad),
         torch.autograd.grad(expected, (q, k, v), grad),
         strict=True,
     ):
         torch.testing.assert_close(got, want)
 
 
-def test_a_document_more_is_seen():
+def test_additional_document_is_detected():
     """What compares is told of a boundary that moved by one."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 24, 8)
     moved = DOCUMENTS.roll(1, dims=-1)
     moved[:, 0] = 0
-    found = attend_documents(q, k, v, Segments.of(moved), 0.0)
-    assert (found - with_a_mask(q, k, v, DOCUMENTS)).abs().max() > 0.1
+    output = attend_documents(q, k, v, Segments.of(moved), 0.0)
+    assert (output - with_a_mask(q, k, v, DOCUMENTS)).abs().max() > 0.1
 
 
-def test_documents_take_no_square_of_the_sequence():
+def test_documents_need_no_memory_of_sequence_length_squared():
     """Forward and backward of 16 documents of 128 tokens: fewer bytes than one mask of booleans."""
     seq = 2048
     heads = 2
@@ -90,7 +90,7 @@ def test_documents_take_no_square_of_the_sequence():
     assert counting.peak > seq * seq
 
 
-def test_torchs_kernel_is_given_what_it_asks_for(monkeypatch):
+def test_kernel_of_torch_receives_its_arguments(monkeypatch):
     """Its own shapes, by its stand-in for tensors without memory; keys and values not expanded."""
     monkeypatch.setattr(documents_module, "in_one_kernel", lambda q, dropout, sinks: True)
     like = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
@@ -107,5 +107,5 @@ def test_torchs_kernel_is_given_what_it_asks_for(monkeypatch):
     assert documents_module._kernel() is not None  # of this torch
 
 
-def test_half_precision_on_a_gpu_alone_takes_that_kernel():
+def test_kernel_is_used_only_in_half_precision_on_a_gpu():
     assert not documents_module.in_one_kernel(torch.empty(8, 2, 64, dtype=torch.bfloat16), 0.0)

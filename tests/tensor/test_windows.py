@@ -45,29 +45,29 @@ def test_it_is_attention_with_a_mask(window):
         sinks = torch.randn(4, **like) if has_sinks else None
         documents = DOCUMENTS if isolated else torch.zeros_like(DOCUMENTS)
         segments = Segments.of(documents) if isolated else None
-        found = attend_documents(q, k, v, segments, 0.0, SCALE, window, sinks)
+        output = attend_documents(q, k, v, segments, 0.0, SCALE, window, sinks)
         expected = with_a_mask(q, k, v, documents, window, sinks)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(output, expected)
         inputs = [t for t in (q, k, v, sinks) if t is not None]
-        upstream = torch.randn_like(found)
+        upstream = torch.randn_like(output)
         for got, want in zip(
-            torch.autograd.grad(found, inputs, upstream),
+            torch.autograd.grad(output, inputs, upstream),
             torch.autograd.grad(expected, inputs, upstream),
             strict=True,
         ):
             torch.testing.assert_close(got, want)
 
 
-def test_a_window_wider_by_one_is_seen():
+def test_window_wider_by_one_is_detected():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, SEQ, 8)
     documents = torch.zeros(1, SEQ)
-    found = attend_documents(q, k, v, None, 0.0, SCALE, 7)
-    assert (found - with_a_mask(q, k, v, documents, 8, None)).abs().max() > 0.1
-    torch.testing.assert_close(found, with_a_mask(q, k, v, documents, 7, None))
+    output = attend_documents(q, k, v, None, 0.0, SCALE, 7)
+    assert (output - with_a_mask(q, k, v, documents, 8, None)).abs().max() > 0.1
+    torch.testing.assert_close(output, with_a_mask(q, k, v, documents, 7, None))
 
 
-def test_a_window_takes_no_square_of_the_sequence():
+def test_window_needs_no_memory_of_sequence_length_squared():
     """Forward and backward: fewer bytes than one mask of booleans, and FLOPs by the window."""
     seq = 4096
     window = 100
@@ -83,7 +83,7 @@ def test_a_window_takes_no_square_of_the_sequence():
     assert least < counter.get_total_flops() < least * (window + BLOCK) / window
 
 
-def test_torchs_kernel_is_given_its_own_window(monkeypatch):
+def test_kernel_of_torch_receives_its_window(monkeypatch):
     """By its stand-in for tensors without memory: a token sees itself and window - 1 before."""
     asked = []
     kernel = documents_module._kernel()
@@ -103,7 +103,7 @@ def test_torchs_kernel_is_given_its_own_window(monkeypatch):
     assert asked == [((3,), (6, 0)), ((5,), (6, 0))]
 
 
-def test_dropout_falls_on_weights_within_the_window():
+def test_dropout_acts_within_the_window():
     """Its mask is that of the same seed; a mean over many is the attention without dropout."""
     q, k = torch.zeros(2, 1, 1, SEQ, 8)
     v = torch.ones(1, 1, SEQ, 8)

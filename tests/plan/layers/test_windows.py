@@ -27,11 +27,17 @@ def windows(name, pp, count, v, weights):
 def test_held_windows_agree_with_the_program(weights):
     for name, pp, count, v in ORDERS:
         programs = load(name).schedule(pp, count, v).programs
-        for program, found in zip(programs, windows(name, pp, count, v, weights), strict=True):
-            held = [places for uses in (*found.forward, *found.backward) for places in uses]
+        for program, held_windows in zip(
+            programs, windows(name, pp, count, v, weights), strict=True
+        ):
+            held = [
+                places
+                for uses in (*held_windows.forward, *held_windows.backward)
+                for places in uses
+            ]
             most = most_gathered(with_sharding(program, weights, True))
             assert max(map(len, held)) == len(most), (name, pp, count, v)
-            assert sum(found.times) == len(found.arrivals)
+            assert sum(held_windows.times) == len(held_windows.arrivals)
 
 
 def test_few_microbatches_predict_many():

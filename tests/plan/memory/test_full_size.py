@@ -153,9 +153,9 @@ def compare(name, pp, join, layers=None, kernels=kernels_of_a_gpu):  # noqa: F81
     memory = peak_of(Setting.from_config(config), coord, load("H100-SXM5-80GB"))
     planned = sum(memory.parts[part] for part in ("gradients", "activations", "logits"))
     with kernels():
-        found = measured(config, coord, join)
-    print(f"{name} pp {coord}: {planned / 1e9:.2f} GB for {found / 1e9:.2f}, {planned / found:.3f}")
-    return planned, found
+        peak = measured(config, coord, join)
+    print(f"{name} pp {coord}: {planned / 1e9:.2f} GB for {peak / 1e9:.2f}, {planned / peak:.3f}")
+    return planned, peak
 
 
 COORDS = [
@@ -168,19 +168,19 @@ COORDS = [
 def test_short_programs_of_wide_layers_hold_the_planned_memory(join):  # noqa: F811
     """Of the config that has all: grouped queries, sequence parallelism, documents, a large end."""
     for coord in (0, -1):
-        planned, found = compare("llama-8b", coord, join, layers=4)
-        assert planned == pytest.approx(found, rel=0.1)
+        planned, peak = compare("llama-8b", coord, join, layers=4)
+        assert planned == pytest.approx(peak, rel=0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "pp"), COORDS)
 def test_program_at_full_size_holds_the_planned_memory(name, pp, join):  # noqa: F811
-    planned, found = compare(name, pp, join)
-    assert planned == pytest.approx(found, rel=0.1)
+    planned, peak = compare(name, pp, join)
+    assert planned == pytest.approx(peak, rel=0.1)
 
 
 @pytest.mark.slow
 def test_default_path_on_meta_holds_more(join):  # noqa: F811
     """Scores of all heads: what the replaced operators are replaced for."""
-    planned, found = compare("gpt2-124m", 0, join, kernels=nullcontext)
-    assert planned < 0.8 * found
+    planned, peak = compare("gpt2-124m", 0, join, kernels=nullcontext)
+    assert planned < 0.8 * peak

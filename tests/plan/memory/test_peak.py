@@ -269,8 +269,10 @@ def test_in_flight_equals_that_of_the_program(name, ranks, microbatches):
                 if why_not(name, pp, m, per_rank_):
                     continue
                 schedule = make_schedule(name, pp, m, per_rank_)
-                found = [in_flight(name, pp, m, per_rank_, coord) for coord in range(pp)]
-                assert tuple(max(map(sum, counts)) for counts in found) == peak_in_flight(schedule)
+                counts_of_ranks = [in_flight(name, pp, m, per_rank_, coord) for coord in range(pp)]
+                assert tuple(max(map(sum, counts)) for counts in counts_of_ranks) == peak_in_flight(
+                    schedule
+                )
                 for coord, program in enumerate(schedule.programs):
                     stages = stages_on(name, pp, per_rank_)[coord]
                     for sizes in ((1, 1, 1), (9, 3, 1), (1, 3, 9), (2, 5, 3)):
@@ -279,7 +281,7 @@ def test_in_flight_equals_that_of_the_program(name, ranks, microbatches):
                         steps = (change.get(a.op, 0) * weight[a.stage] for a in program)
                         predicted = max(
                             sum(n * weight[s] for n, s in zip(counts, stages, strict=True))
-                            for counts in found[coord]
+                            for counts in counts_of_ranks[coord]
                         )
                         assert predicted == max(accumulate(steps)), (pp, m, per_rank_, coord)
 

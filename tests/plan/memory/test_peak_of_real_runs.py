@@ -213,11 +213,11 @@ def errors_of(mesh, cases):
         for rank, results in enumerate(ranks):
             peak, held = results[i]
             memory = planned[rank // (dp * tp)]
-            found = memory.total + memory.host  # on a CPU both are the same memory
+            predicted = memory.total + memory.host  # on a CPU both are the same memory
             coordinate = str(case), rank // (dp * tp)
-            fullest[coordinate] = max(fullest.get(coordinate, (0, 0)), (peak, found))
+            fullest[coordinate] = max(fullest.get(coordinate, (0, 0)), (peak, predicted))
             parts = ", ".join(f"{name} {n}" for name, n in memory.parts.items() if n)
-            print(f"rank {rank}: {found} for {peak}, {found / peak - 1:+.1%}")
+            print(f"rank {rank}: {predicted} for {peak}, {predicted / peak - 1:+.1%}")
             print(f"        {parts}, host {memory.host}")
             print(f"        held after the step: {held}")
             assert memory.parts["buffers"] >= held["buckets"]
@@ -228,7 +228,7 @@ def errors_of(mesh, cases):
                 assert memory.parts["optimizer"] == pytest.approx(held["optimizer"], rel=0.02)
             else:
                 assert memory.host >= 0.98 * held["optimizer"]
-    return {where: found / peak - 1 for where, (peak, found) in fullest.items()}
+    return {where: predicted / peak - 1 for where, (peak, predicted) in fullest.items()}
 
 
 def test_counted_memory():

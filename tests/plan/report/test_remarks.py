@@ -23,13 +23,13 @@ def test_remark_on_the_reduce_bucket():
     deep = "--parallel3d.model.num_hidden_layers", "24", "--train_micro_batch_size_per_gpu", "1"
     of = setting("--pipeline.gradient_reduction", "per_microbatch", *deep)
     memory = fullest(of)
-    (said,) = on_buffers(of, memory, None)
-    assert "GiB: DeepSpeed's reduce_bucket_size = 500,000,000 elements" in said
+    (remark,) = on_buffers(of, memory, None)
+    assert "GiB: DeepSpeed's reduce_bucket_size = 500,000,000 elements" in remark
     # Token table and positions, 2,048 + 128 rows of 128; a block has 12 h^2 + 13 h.
     assert largest_layer(of) == 280_000 >= (2048 + 128) * 128 > 12 * 128**2 + 13 * 128
-    found = re.search(r"--zero_optimization.reduce_bucket_size (\d+)$", said)
-    assert found
-    lower = setting("--pipeline.gradient_reduction", "per_microbatch", *deep, *found[0].split())
+    match = re.search(r"--zero_optimization.reduce_bucket_size (\d+)$", remark)
+    assert match
+    lower = setting("--pipeline.gradient_reduction", "per_microbatch", *deep, *match[0].split())
     # The bucket of ZeRO-3 is in fp32, there all the time, and no larger than the model.
     saved = memory.total - fullest(lower).total
     elements = memory.parts["weights"] // 4

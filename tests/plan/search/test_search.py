@@ -87,15 +87,15 @@ def test_rows_equal_those_of_an_exhaustive_search(devices, batch, layers, memory
         patch.setattr(
             best_first, "step_time", lambda *words: simulated.append(1) or step_time(*words)
         )
-        found = search(request, rows=6, per_mesh=1)
+        ranking = search(request, rows=6, per_mesh=1)
     assert len(expected) > 0
-    assert [plan.time.seconds for plan in found.plans] == pytest.approx(
+    assert [plan.time.seconds for plan in ranking.plans] == pytest.approx(
         [seconds for _, seconds in expected], rel=1e-8
     )
-    meshes = [choices_of(plan.setting)[0].mesh for plan in found.plans]
+    meshes = [choices_of(plan.setting)[0].mesh for plan in ranking.plans]
     assert meshes == [mesh for mesh, _ in expected]
     if cores:  # the host's Adam may be the faster one, so that offload is looked at
-        assert found.plans[0].setting.offload_optimizer == "cpu"
+        assert ranking.plans[0].setting.offload_optimizer == "cpu"
     else:
         assert len(simulated) < 0.5 * sum(1 for _ in everything(request))
 
@@ -105,10 +105,10 @@ def test_cp_is_searched_for_long_samples(monkeypatch):
     monkeypatch.setattr(candidates, "LEAST_TOKENS", config().data.sequence_length // 4)
     request = request_of(config(4, 6), machine(0.5 * GIB), 4)
     assert {mesh.cp for mesh in candidates.meshes(request)} == {1, 2, 4}
-    found = [(choices_of(p.setting)[0].mesh, p.time.seconds) for p in search(request, 9, 1).plans]
+    pairs = [(choices_of(p.setting)[0].mesh, p.time.seconds) for p in search(request, 9, 1).plans]
     expected = best_of_each_mesh(request, 9)
-    assert [mesh for mesh, _ in found] == [mesh for mesh, _ in expected]
-    assert [s for _, s in found] == pytest.approx([s for _, s in expected], rel=1e-8)
+    assert [mesh for mesh, _ in pairs] == [mesh for mesh, _ in expected]
+    assert [s for _, s in pairs] == pytest.approx([s for _, s in expected], rel=1e-8)
     fixed = request_of(config(4, 6), machine(), 4, {"cp": 2})
     assert all(plan.to_json()["cp"] == 2 for plan in search(fixed, 3).plans)
 
@@ -186,9 +186,9 @@ def test_full_recomputation_is_not_proposed_with_split_backwards():
 
 def test_fixed_settings_are_kept():
     fixed = {"zero_stage": 3, "tp": 2, "recompute": "full", "gradient_reduction": "per_microbatch"}
-    found = search(request_of(config(), machine(), 8, fixed))
-    assert found.plans
-    for plan in found.plans:
+    ranking = search(request_of(config(), machine(), 8, fixed))
+    assert ranking.plans
+    for plan in ranking.plans:
         row = plan.to_json()
         assert {name: row[name] for name in fixed} == fixed
     whole = search(request_of(config(), machine(), 8, {"pp": 2, "tp": 2, "dp": 2}), rows=5)
@@ -205,7 +205,7 @@ def test_fixed_settings_are_kept():
     ],
 )
 def test_smallest_change_makes_a_plan_fit(devices, memory, batch, every):
-    """For settings that are too large by little and by much; applied, what is said fits."""
+    """For settings that are too large by little and by much; the proposed change makes them fit."""
     request = request_of(config(batch), machine(memory * GIB), devices)
     changed = 0
     for choices in [*everything(request)][::every]:
@@ -243,21 +243,21 @@ def test_tensor_parallelism_stays_inside_a_node_unless_nothing_else_fits():
 
 
 def test_faster_plans_that_do_not_fit_name_a_change():
-    found = search(request_of(config(batch=4), machine(2 * GIB), 4))
-    assert found.plans and found.too_large
-    for plan in found.too_large:
+    ranking = search(request_of(config(batch=4), machine(2 * GIB), 4))
+    assert ranking.plans and ranking.too_large
+    for plan in ranking.too_large:
         assert not plan.fits and plan.remedy
-        assert plan.time.seconds < found.plans[0].time.seconds
+        assert plan.time.seconds < ranking.plans[0].time.seconds
         largest = max(m.total for m in per_rank(plan.setting, plan.request.hardware))
         over = largest - 2 * GIB
         assert f"device memory: {over:,} bytes over" in plan.reason
 
 
 def test_smallest_change_is_named_if_nothing_fits():
-    found = search(request_of(config(batch=4, layers=2), machine(GIB // 4), 2))
-    assert not found.plans and found.least is not None
+    ranking = search(request_of(config(batch=4, layers=2), machine(GIB // 4), 2))
+    assert not ranking.plans and ranking.least is not None
     # What it needs suffices.
-    enough = machine(found.least.memory.total, 10**12)
+    enough = machine(ranking.least.memory.total, 10**12)
     assert search(request_of(config(batch=4, layers=2), enough, 2), rows=1).plans
     with pytest.raises(ConfigError, match=r'mesh = "plan": NOTHING FITS on 2 x toy: the smallest'):
         choose(config(batch=4, layers=2), 2, machine(GIB // 4))
@@ -342,12 +342,12 @@ def test_bad_requests_are_refused():
     for tp in (3, 8):
         with pytest.raises(ConfigError, match=rf"no mesh of 8 .* with tp={tp}; .*fix fewer"):
             search(request_of(config(), machine(), 8, {"tp": tp}))
-    for fixed, said in (
+    for fixed, message in (
         ({"zero": 1}, "--fix zero = 1: is not a choice of the planner; use pp, dp"),
         ({"schedule": "zigzag"}, f"is not an allowed value; use {', '.join(names())}"),
         ({"pp": "two"}, "must be a whole number"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             search(request_of(config(), machine(), 8, fixed))
     raw = config().to_dict()
     raw["parallel3d"]["model"]["vocab_size"] = "auto"
@@ -414,9 +414,9 @@ def test_search_of_a_trillion_parameters_on_3072_devices():
     """It takes 8 to 20 s of CPU on small virtual machines; 40 s leave room for a busy one."""
     wanted = config(batch=3072, layers=128, hidden=25600, heads=160, seq=2048)
     start = time.process_time()
-    found = search(request_of(wanted, hardware.load("a100-80gb"), 3072))
+    ranking = search(request_of(wanted, hardware.load("a100-80gb"), 3072))
     assert time.process_time() - start < 40
-    assert len(found.plans) == 20 and all(plan.fits for plan in found.plans)
-    assert all(plan.setting.devices == 3072 for plan in found.rows)
+    assert len(ranking.plans) == 20 and all(plan.fits for plan in ranking.plans)
+    assert all(plan.setting.devices == 3072 for plan in ranking.rows)
     # Its authors took tp 8 and pp 64 (arXiv:2205.05198, table 3).
-    assert any((p.setting.pp, p.setting.tp) == (64, 8) for p in found.plans[:5])
+    assert any((p.setting.pp, p.setting.tp) == (64, 8) for p in ranking.plans[:5])

@@ -201,8 +201,8 @@ def test_short_program_predicts_the_length_of_a_long_one(
     whole = simulate(make_schedule(name, pp, count, per_rank), cost)
     expected = [max(s.end for s in rank if s.action.is_compute) for rank in whole]
     exact = counts(pp, count)[1] == count
-    found = [end.seconds for end in ends(name, pp, count, per_rank, cost)]
-    assert found == pytest.approx(expected, rel=1e-9 if exact else 0.03)
+    seconds = [end.seconds for end in ends(name, pp, count, per_rank, cost)]
+    assert seconds == pytest.approx(expected, rel=1e-9 if exact else 0.03)
 
 
 @pytest.mark.parametrize("name", names())
