@@ -16,6 +16,7 @@ committed are run again. All of it takes about 5 minutes a commit on two idle co
 """
 
 import argparse
+import fcntl
 import json
 import shutil
 import sys
@@ -71,12 +72,13 @@ def is_wanted(name: str, only: Sequence[str]) -> bool:
     return not only or any(name == part or name.startswith(f"{part}/") for part in only)
 
 
-def place_of(checkout: Checkout, keep: Path) -> Place:
+def place_of(checkout: Checkout, keep: Path, without: frozenset[str]) -> Place:
     """Return the folders of a checkout below `keep`; those of changed files start empty."""
     folder = keep / checkout.key
     if not checkout.is_committed and folder.exists():
         shutil.rmtree(folder)
-    place = Place(checkout, keep / "shared", folder / "work", folder / "results")
+    results = "-".join(["results", *sorted(without)])
+    place = Place(checkout, keep / "shared", folder / "work", folder / results)
     place.work.mkdir(parents=True, exist_ok=True)
     place.results.mkdir(exist_ok=True)
     checkout.check_imports(place.environment, place.work)
@@ -89,15 +91,17 @@ def recorded(place: Place, case: str, record: Record, without: frozenset[str]) -
     The results of a case are complete once the file `<case>/done` is there.
     """
     done = place.results / case / "done"
-    if done.exists() and done.read_text() == ",".join(sorted(without)):
-        return ""
-    shutil.rmtree(place.results / case, ignore_errors=True)
-    try:
-        record(place, without)
-    except CommandFailed as error:
-        return str(error)
-    done.parent.mkdir(parents=True, exist_ok=True)
-    done.write_text(",".join(sorted(without)))
+    with (place.work.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another comparison may run the same commit
+        if done.exists():
+            return ""
+        shutil.rmtree(place.results / case, ignore_errors=True)
+        try:
+            record(place, without)
+        except CommandFailed as error:
+            return str(error)
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
     return ""
 
 
@@ -150,7 +154,7 @@ def main() -> int:
         keep.mkdir(parents=True, exist_ok=True)
         write_texts(keep / "shared")
         checkouts = [stack.enter_context(checkout_of(name)) for name in (args.before, args.after)]
-        before, after = (place_of(checkout, keep) for checkout in checkouts)
+        before, after = (place_of(checkout, keep, without) for checkout in checkouts)
         if args.speed:
             rows = speed.compare(before, after, args.rounds)
             if args.json:
