@@ -168,9 +168,7 @@ class Engine:
         self._weights = GatheredWeights(self.deepspeed, layers) if settings.holds_weights else None
         hooks_gather = settings.shards_parameters and not settings.holds_weights
         self._traces = tracing.Traces(self.deepspeed) if hooks_gather else None
-        self._score_biases = ScoreBiases(
-            self.deepspeed.optimizer, stages, self.held, mesh.replicas
-        )
+        self._score_biases = ScoreBiases(self.deepspeed.optimizer, stages, self.held, mesh.replicas)
         with_gradients = [h for h in self.held if h.spec.role != "balance"]
         self._reduction = Reduction(
             self.deepspeed, with_gradients, layers, settings=settings, mesh=mesh, owners=pair
