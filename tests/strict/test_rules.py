@@ -177,7 +177,7 @@ def numbered_faults():
         yield pytest.param(number, id=plant.__name__, marks=marks)
 
 
-@pytest.mark.parametrize("number", numbered_faults())
+@pytest.mark.parametrize("number", list(numbered_faults()))
 def test_broken_rule_is_named_on_every_rank(number):
     _, sizes, pattern = FAULTS[number]
     reports = run_strictly(fault_on_rank, prod(sizes), number, text=LATE_SENDS, timeout=30)
