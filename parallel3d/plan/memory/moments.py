@@ -1,0 +1,256 @@
+"""The moments of a step at which one rank's memory may be the fullest.
+
+They are: the arrival of weights that the program gathers; the beginning and the end of a forward; a
+stage's first backward and a later one; a gradient reduction; the optimizer's step.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import mul
+from typing import NamedTuple
+
+from parallel3d.plan.layers.placement import (
+    MicrobatchCounts,
+    StageLayers,
+    in_flight,
+)
+from parallel3d.plan.layers.weight_counts import WeightSizes, sizes
+from parallel3d.plan.layers.windows import Gradients, Held, Windows, gradients, windows_of
+from parallel3d.plan.memory.activations import BackwardMoment, StageActivations
+from parallel3d.plan.memory.states import StateBytes, states
+from parallel3d.plan.setting import TOKEN_BYTES, Setting
+
+# Bytes of gathered weights, gradients, activations, logits and buffers at one moment.
+Moment = tuple[int, int, int, int, int]
+
+
+class GatheredBytes(NamedTuple):
+    """Bytes of gathered weights during the passes of a stage.
+
+    - `forward`, `backward`: during the pass.
+    - `beginning`: when a forward begins.
+    - `reducing`: after the stage's last backward, while its gradients are reduced.
+    """
+
+    forward: int
+    backward: int
+    beginning: int
+    reducing: int = 0
+
+
+@dataclass(eq=False)
+class CoordinateRank:
+    """One rank of a pipeline coordinate: its stages (`home`), their layers and activations."""
+
+    setting: Setting
+    coord: int
+    home: tuple[int, ...]
+    layers: tuple[StageLayers, ...]
+    stages: tuple[StageActivations, ...]
+    on_cpu: bool
+    held: StateBytes = field(init=False)
+    """Weights, gradients and optimizer states, the same at any moment of the step."""
+
+    def __post_init__(self) -> None:
+        s = self.setting
+        self._places: Held = tuple(range(len(self.home)))
+        self._flight = in_flight(*s.action_order, self.coord)
+        self._all_sizes = self._sizes(self._places)
+        self.held = states(s, self._all_sizes, self.on_cpu)
+        self._shard = self.held.shard if self.held.standing else 0
+        # Weights are gathered or fetched if they are sharded over several ranks or offloaded.
+        self._gathers = s.zero_stage == 3 and (
+            s.dp > 1 or (s.offload_param != "none" and not self.on_cpu)
+        )
+        self._always = s.num_microbatches * s.shape.tokens // s.cp * TOKEN_BYTES
+        self._always += sum([stage.resident_bytes for stage in self.stages])
+
+    @property
+    def waiting_on_host(self) -> int:
+        """Bytes of activations that wait on the host at the fullest moment."""
+        sizes = [stage.host_bytes for stage in self.stages]
+        return int(max(sum(map(mul, counts, sizes)) for counts in self._flight))
+
+    def moments(self) -> Iterator[Moment]:
+        """Yield every candidate for the fullest moment of a step, as bytes by part."""
+        held = self.held
+        always = self._always
+        reduced = held.buffers + held.bucket + held.reducing
+        yield 0, held.shard, always, 0, held.buffers + held.stepping
+        own: tuple[Gradients | None, ...] = (None,) * len(self.home)
+        if held.unreduced > 0 and len(self.home) > 1:
+            own = gradients(*self.setting.action_order, self.coord)
+        else:
+            yield 0, held.unreduced + held.shard, always, 0, reduced
+        if self.setting.holds_weights:
+            coming = windows_of(*self.setting.action_order, self.setting.weights, self.coord)
+            yield from self._arrival_moments(coming)
+            weights = [self._gathered_by_program(coming, place) for place in self._places]
+        else:
+            weights = [self._gathered_by_hooks(place) for place in self._places]
+        for place, (gathered, its) in enumerate(zip(weights, own, strict=True)):
+            yield from self._stage_moments(place, gathered, its)
+            if its:
+                body, logits = self._activations(its.last)
+                gradient_bytes = self._unreduced_bytes((*its.left, place)) + held.shard
+                yield gathered.reducing, gradient_bytes, body, logits, reduced
+
+    def _arrival_moments(self, coming: Windows) -> Iterator[Moment]:
+        """Yield the moments at which weights that the program gathers arrive.
+
+        A layer's weights arrive in one buffer and are copied out of it, except with dp = 1.
+        """
+        held = self.held
+        for arrival in coming.arrivals:
+            body, logits = self._activations(arrival.flight)
+            gradient_bytes = self._shard if arrival.forward or held.unreduced else held.shard
+            gathered = self._gathered(arrival.held)
+            if self.setting.dp > 1:
+                copied = self._sizes((arrival.place,)).copied
+                gathered += copied * self.setting.bytes_per_element
+            yield gathered, gradient_bytes, body, logits, held.buffers
+
+    def _gathered_by_program(self, coming: Windows, place: int) -> GatheredBytes:
+        """Return the bytes of gathered weights in a stage's passes if the program gathers."""
+        forward = max(map(self._gathered, coming.forward[place]))
+        backward = max(map(self._gathered, coming.backward[place]))
+        others = {tuple(p for p in held if p != place) for held in coming.backward[place]}
+        return GatheredBytes(forward, backward, forward, max(map(self._gathered, others)))
+
+    def _gathered_by_hooks(self, place: int) -> GatheredBytes:
+        """Return the bytes of gathered weights in a stage's passes if DeepSpeed's hooks gather.
+
+        The hooks prefetch along the trace of each pass (engine/quirks/tracing.py). Soon the stage
+        is gathered up to the limit of live parameters; it is released module by module. Parameters
+        that are too small to be sharded stay, for all stages. Recomputed products use
+        their weights twice in a backward.
+        """
+        if not self._gathers:
+            return GatheredBytes(0, 0, 0)
+        setting = self.setting
+        s = self._sizes((place,))
+        element = setting.bytes_per_element
+        buffers = setting.buffers
+        one = (s.module + self._all_sizes.small) * element
+        stage_bytes = self._gathered((place,))
+        ahead = buffers.stage3_prefetch_bucket_size
+        if not ahead:
+            again = 0
+            if setting.recompute.full_layers or "mlp" in setting.recompute.parts:
+                again = min(s.layer, buffers.stage3_max_reuse_distance) * element
+            return GatheredBytes(one, min(one + again, stage_bytes + s.module * element), one)
+        live = min(stage_bytes, max(one, buffers.stage3_max_live_parameters * element))
+        # Prefetched weights arrive in one buffer and are copied out of it.
+        copied = min(s.params - s.small, ahead + s.largest) * element
+        return GatheredBytes(live, live + copied, live + copied)
+
+    def _gathered(self, places: Held) -> int:
+        """Return the bytes of some stages' gathered weights, plus all stages' unsharded ones."""
+        if not self._gathers:
+            return 0
+        elements = self._all_sizes.small
+        if places:
+            own = self._sizes(places)
+            elements += own.params - own.small
+        return elements * self.setting.bytes_per_element
+
+    def _stage_moments(
+        self, place: int, weights: GatheredBytes, own: Gradients | None
+    ) -> Iterator[Moment]:
+        """Yield the moments of one stage's passes.
+
+        `own` is the lifetime of the stage's gradients if the rank has several stages whose
+        gradients are reduced once per step.
+        """
+        held = self.held
+        s = self.stages[place]
+        once = self.held.unreduced > 0
+        buffers = held.buffers if once or held.standing else held.buffers + held.bucket
+        counts = self._fullest_counts(place)
+        # True if some forward runs after a backward, and so beside its gradients.
+        alternates = sum(counts) < self.setting.num_microbatches * len(self.stages)
+        before = self._shard
+        if alternates and own:
+            before += max(map(self._unreduced_bytes, own.forward))
+        elif alternates:
+            before += held.unreduced if once else held.shard - self._shard
+        yield self._moment(counts, s.ending, weights.forward, before, held.buffers)
+        beginning = BackwardMoment(s.saved_bytes, 0, -s.logits_bytes, 0)
+        yield self._moment(counts, beginning, weights.beginning, before, held.buffers)
+        if once and not alternates:
+            # The first backward creates gradients while it frees activations.
+            gradient_bytes = self._shard + s.first.gradients_bytes
+            first = counts
+            if own:
+                gradient_bytes += self._unreduced_bytes(own.beside)
+                first = own.first
+            yield self._moment(first, s.first, weights.backward, gradient_bytes, buffers)
+        else:
+            yield self._moment(counts, s.later, weights.backward, before, buffers)
+        if not once:
+            # The reduction of the first full bucket creates the shards if there are none.
+            full = bisect_left(s.produced, self.setting.buffers.reduce_bucket_size)
+            at_full = s.backwards[min(full, len(s.backwards) - 1)]
+            reducing = buffers + held.reducing
+            yield self._moment(counts, at_full, weights.backward, held.shard, reducing)
+
+    def _sizes(self, places: Held) -> WeightSizes:
+        """Return the sizes of the weights in some of the coordinate's stages."""
+        held = tuple([self.layers[p] for p in places])
+        return sizes(held, self.setting.tp, self.setting.persistence, self.setting.ep)
+
+    def _unreduced_bytes(self, places: Held) -> int:
+        """Return the bytes of the unreduced gradients of some stages."""
+        if not places:
+            return 0
+        return self._sizes(tuple(sorted(places))).params * self.setting.software.gradient_bytes
+
+    def _activations(self, counts: MicrobatchCounts) -> tuple[int, int]:
+        """Return the bytes of `counts` microbatches in flight: all but logits, and logits."""
+        logits = sum(map(mul, counts, [stage.logits_bytes for stage in self.stages]))
+        saved = sum(map(mul, counts, [stage.saved_bytes for stage in self.stages])) - logits
+        return self._always + saved + self._passing(counts), logits
+
+    def _moment(
+        self, counts: MicrobatchCounts, m: BackwardMoment, gathered: int, grads: int, buffers: int
+    ) -> Moment:
+        """Return the moment of a pass beside `counts` microbatches in flight."""
+        body, logits = self._activations(counts)
+        body += m.working_bytes - m.freed_bytes - m.logits_bytes
+        return gathered, grads, body, logits + m.logits_bytes, buffers
+
+    def _fullest_counts(self, place: int) -> MicrobatchCounts:
+        """Return the fullest counts of microbatches in flight with at least one at `place`."""
+        if len(self._flight) == 1:
+            return self._flight[0]
+        saved = [stage.saved_bytes for stage in self.stages]
+        # A stage's backward needs a microbatch of its own in flight.
+        possible = [counts for counts in self._flight if counts[place]]
+        return max(possible, key=lambda counts: sum(map(mul, counts, saved)))
+
+    def _passing(self, counts: MicrobatchCounts) -> int:
+        """Return the bytes of messages to and from the stages of neighbouring coordinates."""
+        s = self.setting
+        total = 0
+        last = s.pp * s.stages_per_rank - 1
+        count_of = dict(zip(self.home, counts, strict=True))
+        for index, stage, count in zip(self.home, self.stages, counts, strict=True):
+            receives_forward = index > 0 and index - 1 not in count_of
+            receives_backward = index < last and index + 1 not in count_of
+            waiting = 0
+            # A receive is posted one compute ahead of its use.
+            if receives_forward:
+                waiting += 1
+            if receives_backward:
+                waiting += 1
+            if self.on_cpu and receives_forward:
+                # gloo does not report that a message has left: gradients stay until the step ends.
+                waiting += s.num_microbatches - count
+            if self.on_cpu and index + 1 in count_of:
+                # The output of a stage is the input of the next one, and was counted with both.
+                waiting -= min(count, count_of[index + 1])
+            elif receives_backward and not self.on_cpu:
+                waiting += 1  # a sent message is freed when the next one is sent
+            total += waiting * stage.hidden_bytes
+        return total
