@@ -140,7 +140,7 @@ class Layer:
         full = {self.module} if case.recompute == FULL else set()
         side_losses = *spec.side_losses, *([spec.loads] if spec.num_experts else [])
         self.stages = Stages({0: [self.module]}, full, {self.module: side_losses})
-        tensors = [*self.module.parameters(), self.x, self.tokens]
+        tensors = [*self.module.parameters(), *self.module.buffers(), self.x, self.tokens]
         self.known = {t.untyped_storage().data_ptr() for t in tensors}
         with Alive(self.known) as first:
             self.run()  # what stays from the first microbatch on
@@ -187,7 +187,9 @@ class Layer:
                 self.backward(y)
             alive.tick()
             gradients = {
-                StorageWeakRef(p.grad.untyped_storage()).cdata for p in self.module.parameters()
+                StorageWeakRef(p.grad.untyped_storage()).cdata
+                for p in self.module.parameters()
+                if p.grad is not None  # a bias that balances loads moves by counts
             }
             most = alive.most(0, middle, gradients)
             most = max(most, alive.most(middle, alive.time, gradients | {result}))

@@ -114,6 +114,8 @@ def computed(config, tp, sequence_parallel=False, documents=None, seq=16):
     loss.backward()
     gradients = []
     for h in built.held:
+        if h.parameter.grad is None:  # a bias that balances loads moves by counts
+            continue
         if h.partial:
             dist.all_reduce(h.parameter.grad, group=mesh.tensor.group)
         gradients.append((h.name, h.cut, h.parameter.grad))
