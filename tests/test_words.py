@@ -31,6 +31,7 @@ TEST_FOLDERS = [
     "engine",
     "gpu",
     "hosts",
+    "train",
 ]
 MODULES = sorted(
     path

@@ -46,7 +46,7 @@ def stay_in(rank, folder):
 
 
 def check(ended, folder):
-    assert (ended.code, ended.error) == (0, ""), (folder.name, ended.error, ended.said)
+    assert (ended.code, ended.error) == (0, ""), (folder.name, ended.error, ended.printed)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2] and all(line["loss"] > 0 for line in lines)
 

@@ -4,8 +4,8 @@ import pytest
 
 from tests.gpu import here
 from tests.train.test_profiler import (  # noqa: F401
-    test_a_lane_for_each_rank_with_its_steps_and_actions,
-    test_the_clocks_of_the_ranks_agree,
+    test_clocks_of_ranks_agree,
+    test_each_rank_has_lane_of_steps_and_actions,
     written,
 )
 

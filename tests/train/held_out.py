@@ -17,11 +17,11 @@ def check_losses(line, directory, corpus, samples, length):
     assert line["held_out_loss"] == line["validation"]["held_out"]["loss"]
     sets = {"held_out": corpus, **corpus.validation}
     assert list(line["validation"]) == list(sets)
-    for name, found in line["validation"].items():
+    for name, logged in line["validation"].items():
         mean, error = held_out_loss(directory, sets[name], samples, length)
-        assert found["loss"] == pytest.approx(mean, rel=1e-5), name
-        assert found["standard_error"] == pytest.approx(error, rel=1e-4), name
-        assert found["tokens"] == samples * length and found["documents"] > 5
+        assert logged["loss"] == pytest.approx(mean, rel=1e-5), name
+        assert logged["standard_error"] == pytest.approx(error, rel=1e-4), name
+        assert logged["tokens"] == samples * length and logged["documents"] > 5
 
 
 def held_out_loss(directory, corpus, samples, length):

@@ -17,13 +17,13 @@ AFTER = 3
 
 def train(trainer, first, last):
     """Loss, gradient norm and what else a step says, of steps [first, last)."""
-    said = []
+    results = []
     for step, batch in enumerate(trainer.batches()):
         if first <= step < last:
             loss = trainer.executor.run(batch, step)
             done = trainer.engine.step(trainer.lr)
-            said.append((float(loss), replace(done, norm=done.grad_norm)))
-    return said
+            results.append((float(loss), replace(done, norm=done.grad_norm)))
+    return results
 
 
 def copy_out(engine):
@@ -81,10 +81,10 @@ def resumed(rank, case, saved, how=load, fault=nullcontext):
 
 
 def _end(trainer):
-    said = train(trainer, BEFORE, BEFORE + AFTER)
+    results = train(trainer, BEFORE, BEFORE + AFTER)
     end = copy_out(trainer.engine), trainer.engine.states.counters()
     trainer.close()
-    return said, *end
+    return results, *end
 
 
 def run_unbroken(case, fault=nullcontext):
@@ -99,12 +99,14 @@ def run_resumed(case, saved, how=load, fault=nullcontext):
 
 
 def differences(ends, others):
-    """What is not bitwise the same on some rank: of "said", "counters", and the kinds of state."""
-    found = set()
-    for (said, states, counters), (said2, states2, counters2) in zip(ends, others, strict=True):
-        found |= {"said"} if said != said2 else set()
-        found |= {"counters"} if counters != counters2 else set()
+    """Which of "results", "counters" and the kinds of state differ by any bit on some rank."""
+    differing = set()
+    for (results, states, counters), (results2, states2, counters2) in zip(
+        ends, others, strict=True
+    ):
+        differing |= {"results"} if results != results2 else set()
+        differing |= {"counters"} if counters != counters2 else set()
         for block, block2 in zip(states, states2, strict=True):
             for piece, piece2 in zip(block, block2, strict=True):
-                found |= {k for k, t in piece.items() if not torch.equal(t, piece2[k])}
-    return found
+                differing |= {k for k, t in piece.items() if not torch.equal(t, piece2[k])}
+    return differing

@@ -1,4 +1,4 @@
-"""Whole runs of launch/train.py in ranks that live on: what each said, saw and came to."""
+"""Whole runs of launch/train.py in ranks that live on: what each printed, saw and came to."""
 
 import os
 from dataclasses import dataclass, field
@@ -28,13 +28,13 @@ class Ended:
     """What one rank came to."""
 
     code: int | None = None  # None if it raised
-    error: str = ""  # what it raised, with the name of its class
-    said: list[str] = field(default_factory=list)
+    error: str = ""  # the class and text of the error that it raised
+    printed: list[str] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)  # the training samples that its steps took
 
     def says(self, text):
         """How many lines have the text in them."""
-        return sum(text in line for line in self.said)
+        return sum(text in line for line in self.printed)
 
 
 def claim_on_first(asked, mesh, say=print):
@@ -55,7 +55,7 @@ def train_on_rank(rank, raw, disturb=None, *details):
     class Heard(Console):
         def print(self, *objects, **options):
             if not self.quiet:
-                ended.said.extend(str(x) for x in objects)
+                ended.printed.extend(str(x) for x in objects)
 
     def noted(self, first_sample, count):
         if self.seed != ORDER_SEED:  # that of held-out samples
@@ -84,7 +84,7 @@ def train_on_rank(rank, raw, disturb=None, *details):
             asked = RunConfig.from_dict(raw)
             config = asked.resolve(int(os.environ["WORLD_SIZE"]))
             mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
-            claimed = claim_on_first(asked, mesh, ended.said.append)
+            claimed = claim_on_first(asked, mesh, ended.printed.append)
             ended.code = launch.train.train(config, mesh, claimed, StopRequest(), as_json=False)
         except (Parallel3DError, TrainingError) as error:
             ended.error = f"{type(error).__name__}: {error}"

@@ -49,7 +49,7 @@ def test_other_settings_are_another_chance(tmp_path):
     start(tmp_path, 7, {"lr": 1e-5})
 
 
-def test_progress_is_no_reason_to_give_up(tmp_path):
+def test_progress_keeps_attempts_going(tmp_path):
     for step in (0, 7, 7, 8, 8, 7, 7, 8):
         start(tmp_path, step)  # would raise where it gives up
     record = json.loads((tmp_path / "attempts.json").read_text())
@@ -57,7 +57,7 @@ def test_progress_is_no_reason_to_give_up(tmp_path):
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_clean_end_forgets_deaths(tmp_path, stopped):
+def test_clean_end_forgets_deaths(tmp_path, stopped):
     for _ in range(2):
         start(tmp_path, 7)
     start(tmp_path, 7).end(stopped)
@@ -85,7 +85,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("contents", DAMAGED)
-def test_a_damaged_file_is_none(tmp_path, contents):
+def test_damaged_file_counts_as_missing(tmp_path, contents):
     path = tmp_path / "attempts.json"
     path.write_bytes(contents)
     assert unfinished(tmp_path.parent, "same") is None
@@ -93,7 +93,7 @@ def test_a_damaged_file_is_none(tmp_path, contents):
     assert json.loads(path.read_text())["deaths"] == []
 
 
-def test_a_kill_while_the_file_is_written_leaves_the_old_one(tmp_path, monkeypatch):
+def test_kill_during_write_leaves_old_file(tmp_path, monkeypatch):
     start(tmp_path, 0)
     before = (tmp_path / "attempts.json").read_bytes()
 
@@ -106,7 +106,7 @@ def test_a_kill_while_the_file_is_written_leaves_the_old_one(tmp_path, monkeypat
     assert (tmp_path / "attempts.json").read_bytes() == before
 
 
-def test_the_step_reached_is_in_the_last_whole_line(tmp_path):
+def test_step_reached_is_in_last_whole_line(tmp_path):
     assert step_reached(tmp_path) == 0
     for text, step in (
         ("", 0),

@@ -85,7 +85,7 @@ CASES = [
 
 @pytest.mark.slow  # by default the trainer's runs skip at ZeRO-3
 @pytest.mark.parametrize(("mesh", "settings"), CASES)
-def test_a_refused_step_changes_nothing(tmp_path, mesh, settings):
+def test_refused_step_changes_nothing(tmp_path, mesh, settings):
     settings = settings | {"folder": str(tmp_path)}
     check_refusal(
         Case(mesh, batch=8, microbatches=2, steps=4, **settings),
@@ -153,8 +153,8 @@ def lines(raw, file="metrics.jsonl"):
 
 
 def events(raw):
-    found = lines(raw, "events.jsonl")
-    return [e for e in found if e["event"] in ("skip", "rewind")]
+    journal = lines(raw, "events.jsonl")
+    return [e for e in journal if e["event"] in ("skip", "rewind")]
 
 
 CPU = {"device": "cpu"}
@@ -201,7 +201,7 @@ def test_batches_are_left_out_as_one_process_would(config, zero):
 
 
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_resumed_run_decides_alike(config, dp):
+def test_resumed_run_decides_alike(config, dp):
     """A spike after the resume is measured by the steps before it; the bits are the same."""
     bad = FEWEST + 2
     options = {"train__steps": bad + 2, "checkpoint__every": 50, "train__on_spike": "skip"}
@@ -244,7 +244,7 @@ def test_too_many_bad_batches_stop_the_run(config):
         assert "checkpoint.every" in rewound.error
 
 
-def test_the_score_is_the_robust_one():
+def test_score_is_robust_score_of_scipy():
     rng = np.random.default_rng(0)
     earlier = [*rng.normal(3.0, 0.2, 100), 50.0]
     deviation = median_abs_deviation(earlier, scale="normal")

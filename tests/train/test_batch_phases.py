@@ -79,7 +79,7 @@ def run_in_parts(raw, parts):
         assert samples_of(ranks) == list(range(*ends[-2:]))
 
 
-def test_the_same_run_on_pp_2_with_a_resume_in_between(tmp_path):
+def test_batch_phases_on_pp_2_with_resume_equal_one_rank(tmp_path):
     """ZeRO-3 to the middle of the second phase, then ZeRO-1; one more step would not fit."""
     two, one = growing(tmp_path)
     run_in_parts(one, [((1, 1, 1), None, {})])
@@ -93,7 +93,7 @@ def test_the_same_run_on_pp_2_with_a_resume_in_between(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resume_on_another_mesh_in_each_phase(tmp_path):
+def test_resume_on_another_mesh_in_each_phase_equals_one_rank(tmp_path):
     """The micro batch stays, so dp 2 takes half as many microbatches."""
     two, one = growing(tmp_path)
     run_in_parts(one, [((1, 1, 1), None, {})])

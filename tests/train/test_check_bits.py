@@ -41,7 +41,7 @@ def _mask(bit):
 def check_on_rank(rank, case, faults):
     """What the check says about clean steps, and about each fault (rank, kind, name, bit)."""
     trainer = Trainer(case)
-    said = []
+    messages = []
     stages = trainer.parts.schedule.pp_coord_of_stage
     ends = stages[0], stages[-1]
     for step, batch in zip(range(CLEAN), trainer.batches(), strict=True):
@@ -55,18 +55,18 @@ def check_on_rank(rank, case, faults):
         with pytest.raises(TrainingError) as raised:
             wrong = norm * (1 + 2**-50) if is_norm and rank == culprit else norm
             check_bits(trainer.engine, trainer.mesh, wrong, ends)
-        said.append(str(raised.value))
+        messages.append(str(raised.value))
         if rank == culprit and not is_norm:
             flip(trainer, kind, name, bit)
     check_bits(trainer.engine, trainer.mesh, norm, ends)
     trainer.close()
-    return said
+    return messages
 
 
 def check(case, faults, expected):
     """Each fault must name its kind of copy, its parameter and these ranks, on all ranks alike."""
     ranks = run_locally(check_on_rank, case.world_size, case, faults)
-    assert all(said == ranks[0] for said in ranks)
+    assert all(messages == ranks[0] for messages in ranks)
     for text, (what, name, named) in zip(ranks[0], expected, strict=True):
         assert text.startswith(f"{what} differ in {name}: "), text
         assert [int(part.split()[0]) for part in text.split(" rank ")[1:]] == named, text
@@ -135,7 +135,7 @@ def messages_on_rank(rank, case, culprit, plant):
     """What the check says of a clean step, and of a step whose messages `plant` changes."""
     trainer = Trainer(case)
     batch = None
-    said = []
+    errors = []
     for fault in (None, plant):
         send = trainer.mesh.isend
         if fault and rank == culprit:
@@ -148,9 +148,9 @@ def messages_on_rank(rank, case, culprit, plant):
         try:
             check_bits(trainer.engine, trainer.mesh, norm, (0, case.mesh[0] - 1), messages)
         except WrongBits as error:
-            said.append(str(error))
+            errors.append(str(error))
     trainer.close()
-    return said
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,10 @@ def messages_on_rank(rank, case, culprit, plant):
     ],
     ids=["swapped", "flipped"],
 )
-def test_a_message_that_arrives_otherwise(case, culprit, plant, expected):
+def test_changed_message_is_named(case, culprit, plant, expected):
     """No copy differs, and no layer computes wrong bits: the ends of the channel differ."""
     ranks = run_locally(messages_on_rank, case.world_size, case, culprit, plant)
-    assert all(said == ranks[0] for said in ranks)
+    assert all(errors == ranks[0] for errors in ranks)
     (text,) = ranks[0]
     assert re.match(expected, text), text
 
@@ -195,7 +195,7 @@ def spoil_a_replica(rank):
     trainer_module.Trainer.take_step = spoiled
 
 
-def test_a_run_stops_and_saves_nothing_of_the_step(tmp_path):
+def test_run_with_wrong_bits_stops_without_saving_step(tmp_path):
     raw = prepared_config(tmp_path)
     own = {"run.name": "bits", "train.check_bits": {"every": 1}, "checkpoint.asynchronous": False}
     changes = {f"parallel3d.{name}": value for name, value in own.items()}

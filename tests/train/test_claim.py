@@ -55,7 +55,7 @@ def leave(claimed, *overrides, **end):
 
 
 @pytest.mark.parametrize("end", [{}, {"stopped": True}])
-def test_the_same_command_goes_on_with_the_newest_unfinished_run(place, end):
+def test_same_command_resumes_newest_unfinished_run(place, end):
     first = claim()
     assert first.folder == Path("runs") / NAME and first.lock.path.exists()
     leave(first, **end)
@@ -68,7 +68,7 @@ def test_the_same_command_goes_on_with_the_newest_unfinished_run(place, end):
     assert claim().folder == first.folder  # the newest that has not come to its end
 
 
-def test_a_finished_run_and_another_config_are_not_gone_on_with(place):
+def test_finished_run_and_another_config_start_new_run(place):
     leave(claim(), stopped=False)
     another = claim()
     assert another.folder.name == f"{NAME}-2"
@@ -93,7 +93,7 @@ OTHER = [
 
 
 @pytest.mark.parametrize("overrides", [*SAME, *OTHER])
-def test_what_is_trained_makes_the_same_config_and_where_does_not(overrides):
+def test_digest_depends_only_on_trained_settings(overrides):
     more = ("--parallel3d.data.paths", '["a"]') if "text" in overrides else ()
     assert (digest_of(read(*overrides, *more)) == digest_of(read())) == (overrides in SAME)
 
@@ -105,7 +105,7 @@ def test_more_processes_go_on_with_the_same_run(place):
     four.lock.release()
 
 
-def test_a_restart_goes_on_with_the_run_that_its_first_attempt_went_on_with(place):
+def test_restart_resumes_run_of_first_attempt(place):
     leave(claim(launch=Launch(0, 4, 0, 4)))  # the name says four processes
     first = claim()
     leave(first)
@@ -115,7 +115,7 @@ def test_a_restart_goes_on_with_the_run_that_its_first_attempt_went_on_with(plac
         leave(again, stopped=True)
 
 
-def test_a_living_launch_keeps_its_run(place):
+def test_living_launch_keeps_its_run(place):
     held = claim()  # it has no folder yet: its corpus may take an hour
     for name in ((), ("--parallel3d.run.name", NAME)):
         with pytest.raises(ConfigError, match=rf"runs/{NAME} is being trained by process \d+ on"):
@@ -135,7 +135,7 @@ def test_a_living_launch_keeps_its_run(place):
     assert not list(place.iterdir())  # nothing was trained, so nothing is left
 
 
-def test_a_run_that_lives_is_not_taken_for_one_that_died(place):
+def test_living_run_is_not_resumed(place):
     leave(claim())
     held = claim()
     with pytest.raises(ConfigError, match="is being trained by"):
@@ -143,13 +143,13 @@ def test_a_run_that_lives_is_not_taken_for_one_that_died(place):
     held.lock.release()
 
 
-def test_a_folder_that_cannot_be_made(place):
+def test_unwritable_run_directory_is_refused(place):
     place.write_text("a file")
     with pytest.raises(ConfigError, match=r'run.directory = "runs": cannot be written \(.*\); use'):
         claim()
 
 
-def test_a_folder_of_a_run_that_cannot_be_written_is_named_and_no_lock_is_left(place):
+def test_unwritable_run_folder_is_named_and_leaves_no_lock(place):
     place.mkdir()
     (place / "mine").write_text("a file")
     with pytest.raises(ConfigError, match=r"^the run's folder runs/mine cannot be written \(Not a"):
@@ -157,7 +157,7 @@ def test_a_folder_of_a_run_that_cannot_be_written_is_named_and_no_lock_is_left(p
     assert [path.name for path in place.iterdir()] == ["mine"]
 
 
-def test_a_second_launch_is_refused_before_torch_is_imported(place):
+def test_second_launch_is_refused_before_torch_import(place):
     """In less time than torch takes to import, with exit code 2 and one line."""
     place.mkdir()
     held = Lock(place / "mine.lock")
@@ -176,7 +176,7 @@ def test_a_second_launch_is_refused_before_torch_is_imported(place):
     held.release()
 
 
-def test_a_record_of_before_is_not_taken_for_the_same_config(place):
+def test_record_without_config_starts_new_run(place):
     claimed = claim()
     leave(claimed)
     path = claimed.folder / "attempts.json"
@@ -188,13 +188,13 @@ def test_a_record_of_before_is_not_taken_for_the_same_config(place):
     again.lock.release()
 
 
-def test_a_step_of_a_run_that_is_not_there(place):
+def test_resume_from_step_of_missing_run_is_refused(place):
     with pytest.raises(ConfigError, match=r"checkpoint.resume = 3: a step needs an exist"):
         claim("--parallel3d.checkpoint.resume", 3)
     assert not place.exists()
 
 
-def test_a_mesh_that_is_to_be_planned():
+def test_planned_mesh_is_first_row_of_planner():
     """Every rank comes to the planner's first row; the config is the same for any number."""
     words = (
         "--parallel3d.mesh",
@@ -233,7 +233,7 @@ def test_sizes_that_cannot_be_are_refused_before_there_is_a_folder(place, flag, 
     assert not place.exists()
 
 
-def test_what_this_machine_lacks_is_refused_before_corpus_and_model(monkeypatch):
+def test_machine_too_small_is_refused_before_corpus_and_model(monkeypatch):
     from parallel3d.mesh.mesh import Mesh
     from parallel3d.mesh.nodes import find_nodes
     from parallel3d.train import start
@@ -256,7 +256,7 @@ def test_what_this_machine_lacks_is_refused_before_corpus_and_model(monkeypatch)
 
 
 @pytest.mark.parametrize("launch", [Launch(0, 1, 0, restarts_left=1), Launch(0, 1, 0, 1, 1)])
-def test_a_restart_that_would_not_find_its_run_is_refused(launch):
+def test_restart_without_run_name_is_refused(launch):
     """It would begin a new one at step 0, without a word."""
     named = ("--parallel3d.run.name", "mine")
     for resume in ("none", 3, "runs/other/checkpoints/step-4"):
@@ -286,7 +286,7 @@ def elastic(*overrides):
         (("--gradient_accumulation_steps", 4), "train_batch_size = 16: .* the batch must stay"),
     ],
 )
-def test_what_an_elastic_launch_could_not_go_on_with_is_refused(monkeypatch, overrides, says):
+def test_elastic_launch_that_could_not_resume_is_refused(monkeypatch, overrides, says):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with pytest.raises(ConfigError, match=says):
         elastic(*overrides)
@@ -302,7 +302,7 @@ def test_what_an_elastic_launch_could_not_go_on_with_is_refused(monkeypatch, ove
         ("--parallel3d.mesh.dp", 4, "--parallel3d.mesh.fallbacks", '["1x2x1"]'),
     ],
 )
-def test_an_elastic_launch_keeps_its_batch(monkeypatch, overrides):
+def test_elastic_launch_keeps_its_batch(monkeypatch, overrides):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     config = elastic(*overrides)
     assert (str(config.mesh.sizes), config.global_batch_size) == ("1x2x1", 16)
@@ -311,7 +311,7 @@ def test_an_elastic_launch_keeps_its_batch(monkeypatch, overrides):
         elastic(*overrides)
 
 
-def test_a_run_that_was_stopped_for_another_host_is_found_there(place):
+def test_run_stopped_on_one_host_is_resumed_on_another(place):
     """Rank 0 may be on a host that has not restarted anything."""
     first = claim(launch=Launch(0, 1, 0, restart_count=1, is_elastic=True, has_agents=True))
     leave(first, stopped=True)

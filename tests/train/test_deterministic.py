@@ -30,6 +30,6 @@ def test_nccl_sums_in_one_order():
     assert variables_at_join(False, {}) == {}
 
 
-def test_the_users_choice_stays():
+def test_users_choice_stays():
     variables = variables_at_join(True, {"NCCL_ALGO": "Tree"})
     assert variables == {"NCCL_ALGO": "Tree", "NCCL_NVLS_ENABLE": "0"}

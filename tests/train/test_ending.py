@@ -57,7 +57,7 @@ def launch_of(monkeypatch):
     return launch_of
 
 
-def test_a_launcher_does_not_cut_off_rank_0_when_the_others_have_ended(monkeypatch):
+def test_rank_0_is_not_cut_off_when_others_have_ended(monkeypatch):
     def others_end_first(launch, speak, error):
         speak()
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun and deepspeed do, at the first that ends
@@ -96,7 +96,7 @@ def test_codes_and_last_lines(launch_of, variables, code, ends_with, says):
     [("1:4", True), ("2:2", False), ("4", False), ("", False)],
 )
 @pytest.mark.parametrize("told", ["by option", "by two words", "by variable"])
-def test_a_signal_ends_an_elastic_launch_with_a_code_that_restarts_it(
+def test_signal_ends_elastic_launch_with_restarting_code(
     launch_of, monkeypatch, nodes, is_elastic, told
 ):
     """Code 0 would tell the torchrun of the other hosts that the run is done, and end it."""
@@ -112,7 +112,7 @@ def test_a_signal_ends_an_elastic_launch_with_a_code_that_restarts_it(
     assert [ending.exit_code(code, launch, by_signal=True) for code in (0, 1, 2)] == [0, 1, 2]
 
 
-def test_a_signal_on_several_hosts_is_another_torchruns(launch_of):
+def test_signal_to_torchrun_on_several_hosts_restarts(launch_of):
     """It restarts its own ranks because a rank of this host died."""
     launch = launch_of(TORCHRUN | {"LOCAL_WORLD_SIZE": "1"})
     assert not launch.is_elastic
@@ -155,7 +155,7 @@ SHELL_LINES = "set -e\n" * 100
         ([["bash", "-c", f'{SHELL_LINES}"$@"', "torchrun", "python"]], f"python {PROGRAM} a.json"),
     ],
 )
-def test_the_command_is_the_outermost_launchers_or_this_process_own(monkeypatch, parents, command):
+def test_command_comes_from_outermost_launcher_or_this_process(monkeypatch, parents, command):
     arguments = [*PROGRAM.split(), "a.json"]
     lines = [SimpleNamespace(cmdline=lambda words=words: [*words, *arguments]) for words in parents]
     process = SimpleNamespace(parents=lambda: lines)
@@ -164,7 +164,7 @@ def test_the_command_is_the_outermost_launchers_or_this_process_own(monkeypatch,
     assert ending.command_of_this_launch() == command
 
 
-def test_a_shell_around_the_command_is_not_printed():
+def test_shell_around_command_is_not_printed():
     """A script of many lines that runs the command; its words are in the shell's command line."""
     code = "from parallel3d.train import ending; print(ending.command_of_this_launch())"
     with open("launched.py", "w") as file:
@@ -175,14 +175,14 @@ def test_a_shell_around_the_command_is_not_printed():
     assert printed == "python launched.py --config 'a b.json'\n"
 
 
-def test_the_installed_program_by_itself(monkeypatch):
+def test_command_without_launcher_is_installed_program(monkeypatch):
     monkeypatch.setattr(psutil.Process, "parents", lambda self: [])
     monkeypatch.setattr("sys.argv", ["parallel3d train", "--config", "a.json"])
     assert ending.command_of_this_launch() == "parallel3d train --config a.json"
 
 
 @pytest.mark.parametrize("typed", ["parallel3d", "torchrun -m parallel3d"])
-def test_the_command_of_the_installed_program(typed):
+def test_command_of_installed_program_under_launcher(typed):
     """It has no script's path: a launcher is known by the program's name and its command."""
     code = (
         "import subprocess, sys\n"

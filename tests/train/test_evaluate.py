@@ -57,9 +57,9 @@ def evaluate_on_rank(rank, calls, stops=False):
 def evaluated(ranks, *calls):
     """What rank 0 says of each; the other ranks come to the same and print nothing."""
     first, *others = run_locally(evaluate_on_rank, ranks, calls)
-    for found in others:
-        for (code, said), (their_code, their) in zip(first, found, strict=True):
-            assert code == their_code and their == ("" if code == DONE else said)
+    for results in others:
+        for (code, printed), (their_code, their_printed) in zip(first, results, strict=True):
+            assert code == their_code and their_printed == ("" if code == DONE else printed)
     return first
 
 
@@ -75,18 +75,18 @@ def trained(raw, *mesh, **settings):  # noqa: F811
 def sets_of(line):
     """What the run logged of each set, by the names that the command prints; its perplexity not."""
     names = [name for name in SHOWN if name != "perplexity"]
-    return {s: {name: found[name] for name in names} for s, found in line["validation"].items()}
+    return {s: {name: logged[name] for name in names} for s, logged in line["validation"].items()}
 
 
-def sets_in(said):
+def sets_in(result):
     """The same of what the command printed."""
-    (code, text) = said
-    found = json.loads(said[1])
-    assert code == DONE and list(found) == ["sets"], text
-    for numbers in found["sets"].values():
+    (code, text) = result
+    printed = json.loads(result[1])
+    assert code == DONE and list(printed) == ["sets"], text
+    for numbers in printed["sets"].values():
         assert list(numbers) == list(SHOWN)
         del numbers["perplexity"]
-    return found["sets"]
+    return printed["sets"]
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +138,14 @@ def pair(raw):  # noqa: F811
 @pytest.mark.slow  # sums over ranks: test_evaluation.py; the command's own: the test above
 def test_two_ranks_give_the_numbers_of_their_run_to_the_bit(pair):
     folder, line = pair
-    (found,) = evaluated(2, (folder, "--json"))
-    assert sets_in(found) == sets_of(line)
+    (result,) = evaluated(2, (folder, "--json"))
+    assert sets_in(result) == sets_of(line)
 
 
 @pytest.mark.slow
-def test_a_request_to_stop_ends_all_ranks(pair):
-    found = run_locally(evaluate_on_rank, 2, [(pair[0],)], True)
-    assert found == [[(STOPPED, "")]] * 2
+def test_request_to_stop_ends_all_ranks(pair):
+    results = run_locally(evaluate_on_rank, 2, [(pair[0],)], True)
+    assert results == [[(STOPPED, "")]] * 2
 
 
 @pytest.mark.slow
@@ -154,16 +154,16 @@ def test_other_meshes_differ_by_the_order_of_sums(pair, ranks):
     """One after the other in the same processes."""
     folder, line = pair
     meshes = [()] if ranks == 1 else [("--mesh.pp", 2), ("--mesh.tp", 2), ("--mesh.pp", 2)]
-    found = evaluated(ranks, *((folder, "--json", *words) for words in meshes))
-    for words, said in zip(meshes, found, strict=True):
+    results = evaluated(ranks, *((folder, "--json", *words) for words in meshes))
+    for words, result in zip(meshes, results, strict=True):
         # Products that tensor parallelism cuts are summed in bf16.
         error = 1e-2 if "--mesh.tp" in words else 1e-12
-        for name, numbers in sets_in(said).items():
+        for name, numbers in sets_in(result).items():
             assert numbers == pytest.approx(sets_of(line)[name], rel=error)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("{run}/none", "/none: no checkpoint there; name a folder step-N, or a run's folder"),
         ("{run}/weights", "/weights: no checkpoint there; name a folder step-N"),
@@ -175,18 +175,18 @@ def test_other_meshes_differ_by_the_order_of_sums(pair, ranks):
         ("{run} --train.evaluate_samples 0", "evaluate_samples"),
     ],
 )
-def test_a_wrong_input_is_refused(alone, words, said):
+def test_wrong_input_is_refused(alone, words, message):
     """Before the ranks meet."""
     (step,) = find_checkpoints(alone[0])
     given = words.format(run=alone[0]).split()
     with (
         patch("sys.argv", ["evaluate.py", *given]),
-        pytest.raises(Parallel3DError, match=re.escape(said.format(step=step))),
+        pytest.raises(Parallel3DError, match=re.escape(message.format(step=step))),
     ):
         launch.evaluate.evaluate(*launch.evaluate.parse_args(), Launch(0, 1, 0), StopRequest())
 
 
-def test_the_mesh_of_one_process_and_of_other_ranks(alone, tmp_path):
+def test_mesh_fits_one_process_and_other_ranks(alone, tmp_path):
     """A run's own config goes on any ranks; a file's as it says, but for one process."""
     (step,) = find_checkpoints(alone[0])
     sizes = {}

@@ -23,21 +23,21 @@ def with_data(config, **changes):
     return config | {"parallel3d": block | {"data": data}}
 
 
-def test_a_validation_set_over_two_data_parallel_ranks(raw):  # noqa: F811
+def test_validation_set_over_two_data_parallel_ranks(raw):  # noqa: F811
     """Without held-out text; the last batch is filled up on one coordinate more than the other."""
     config = with_data(on_mesh(raw, 1, 2, 1, steps=2, evaluate_samples=21, evaluate_every=0))
     ranks = run_locally(run_on_rank, 2, config)
     assert [ended for ended, _ in ranks] == [DONE] * 2
     first, last = ranks[0][1].lines
     assert list(first) == KEYS and list(last) == [*KEYS, "validation"]
-    (found,) = last["validation"].values()
+    (logged,) = last["validation"].values()
     web = prepare(RunConfig.from_dict(config).data).validation["web"]
     mean, error = held_out_loss(ranks[0][1].directory, web, samples=21, length=LENGTH)
-    assert found["loss"] == pytest.approx(mean, rel=1e-5)
-    assert found["standard_error"] == pytest.approx(error, rel=1e-4)
-    assert found["tokens"] == 21 * LENGTH
+    assert logged["loss"] == pytest.approx(mean, rel=1e-5)
+    assert logged["standard_error"] == pytest.approx(error, rel=1e-4)
+    assert logged["tokens"] == 21 * LENGTH
     for result in [seen.result for _, seen in ranks]:
-        assert result.validation["web"].to_json() == found and result.held_out_loss is None
+        assert result.validation["web"].to_json() == logged and result.held_out_loss is None
 
 
 def test_nothing_to_evaluate(raw):  # noqa: F811
@@ -85,20 +85,20 @@ def test_each_part_of_a_mixture_is_evaluated_by_itself(mixed, alone):
     corpus = prepare(RunConfig.from_dict(mixed).data)
     assert corpus.held_out.weights == corpus.train.weights == (0.25, 0.75)
     for number, part in enumerate(corpus.parts):
-        found = line["validation"][f"mixture.{number}"]
+        logged = line["validation"][f"mixture.{number}"]
         mean, error = held_out_loss(directory, part, samples=21, length=LENGTH)
-        assert found["loss"] == pytest.approx(mean, rel=1e-5), number
-        assert found["standard_error"] == pytest.approx(error, rel=1e-4), number
-        assert found["tokens"] == 21 * LENGTH
+        assert logged["loss"] == pytest.approx(mean, rel=1e-5), number
+        assert logged["standard_error"] == pytest.approx(error, rel=1e-4), number
+        assert logged["tokens"] == 21 * LENGTH
 
 
 @pytest.mark.slow  # a validation set over two ranks is above, evaluation on a pipeline in pipeline/
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 1)])
-def test_the_parts_of_a_mixture_are_the_same_on_two_ranks(mixed, alone, pp, dp):
+def test_losses_of_mixture_parts_are_the_same_on_two_ranks(mixed, alone, pp, dp):
     line, _ = last_line(mixed, pp, dp)
     expected = alone[0]["validation"]
     assert list(line["validation"]) == list(expected)
-    losses = [found["loss"] for found in expected.values()]
+    losses = [logged["loss"] for logged in expected.values()]
     assert min(abs(a - b) for a, b in combinations(losses, 2)) > 1e-3, "they are told apart"
-    for name, found in line["validation"].items():
-        assert found == pytest.approx(expected[name], rel=1e-5), name
+    for name, logged in line["validation"].items():
+        assert logged == pytest.approx(expected[name], rel=1e-5), name

@@ -37,12 +37,12 @@ def block_of(family, settings):
     return {"family": family, **SIZES, "max_position_embeddings": 128, **settings}
 
 
-def test_where_weights_began_is_no_part_of_the_model(tmp_path):
+def test_initial_weights_are_not_compared_with_model(tmp_path):
     given = block_of("gpt", {"initializer_range": 0.1, "resid_pdrop": 0.5, "vocab_size": "auto"})
     assert asked(tmp_path, block_of("gpt", {}), given).initializer_range == 0.1
 
 
-def test_a_published_folder_that_has_moved(tmp_path):
+def test_moved_published_folder_is_accepted(tmp_path):
     folder = published(tmp_path / "old", LLAMA)
     trained = RunConfig.from_dict(raw(**{"parallel3d.model": {"from_pretrained": str(folder)}}))
     folder.rename(tmp_path / "new")
@@ -51,8 +51,8 @@ def test_a_published_folder_that_has_moved(tmp_path):
         assert asked(tmp_path, block, given).hidden_size == 96
 
 
-@pytest.mark.parametrize(("family", "trained", "given", "said"), OTHER)
-def test_another_model_is_refused(family, trained, given, said, tmp_path):
+@pytest.mark.parametrize(("family", "trained", "given", "message"), OTHER)
+def test_another_model_is_refused(family, trained, given, message, tmp_path):
     with pytest.raises(ConfigError) as caught:
         asked(tmp_path, block_of(family, trained), block_of(family, given))
-    assert str(caught.value).startswith(f"parallel3d.model.{said.format(tmp_path)}")
+    assert str(caught.value).startswith(f"parallel3d.model.{message.format(tmp_path)}")

@@ -101,23 +101,23 @@ def test_each_rank_has_what_its_stages_use(
         closed.append(feed)
         for start in (16, 32, 48):
             step = feed.training(start)
-            tokens, labels = whole.microbatch(start + 8, 8)  # what follows the first dp rank's
+            tokens, labels = whole.microbatch(start + 8, 8)  # after those of the first dp rank
             assert len(step) == 4
-            for m, found in enumerate(step):
+            for m, microbatch in enumerate(step):
                 mine = slice(2 * m, 2 * m + 2)
-                assert (found.tokens is not None) == (coord == first)
-                assert (found.labels is not None) == (coord == last)
-                assert (found.segments is not None) == isolate
-                if found.tokens is not None:
-                    assert found.tokens.tolist() == tokens[mine].tolist()
-                if found.labels is not None:
-                    assert found.labels.tolist() == labels[mine].tolist()
+                assert (microbatch.tokens is not None) == (coord == first)
+                assert (microbatch.labels is not None) == (coord == last)
+                assert (microbatch.segments is not None) == isolate
+                if microbatch.tokens is not None:
+                    assert microbatch.tokens.tolist() == tokens[mine].tolist()
+                if microbatch.labels is not None:
+                    assert microbatch.labels.tolist() == labels[mine].tolist()
                 if isolate:
                     ends = np.cumsum(tokens[mine] == END, axis=1)
                     by_hand = np.hstack([np.zeros((2, 1), int), ends[:, :-1]])
                     expected = Segments.of(torch.from_numpy(by_hand))
-                    assert found.segments.lengths == expected.lengths
-                    assert found.segments.positions.tolist() == expected.positions.tolist()
+                    assert microbatch.segments.lengths == expected.lengths
+                    assert microbatch.segments.positions.tolist() == expected.positions.tolist()
 
 
 def test_padding_is_its_own_document_and_has_no_weight(closed):
@@ -181,24 +181,24 @@ def test_ranks_between_the_first_and_the_last_read_nothing(corpus, closed, monke
     assert [tuple(m) for m in feed.training(0)] == [(None,) * 4 + (m,) for m in range(4)]
 
 
-def test_an_evaluation_between_steps_and_another_after_it(corpus, closed):
+def test_evaluations_between_steps_and_after_them(corpus, closed):
     feeds = [feed_of(corpus, read_ahead=n)[0] for n in (0, 1, 3)]
     closed += feeds
     for feed in feeds:
         # 24 samples are evaluated, of which the last batch fills up with two others.
         samples = EvaluationSamples(corpus.held_out, LENGTH, max_samples=22)
         for step in range(6):
-            found = feed.training(8 * step)
+            microbatches = feed.training(8 * step)
             expected = Batches(corpus.train, LENGTH, seed=3).microbatch(8 * step, 8)[0]
-            assert torch.cat([m.tokens for m in found]).tolist() == expected.tolist()
+            assert torch.cat([m.tokens for m in microbatches]).tolist() == expected.tolist()
             for start in (0, 8, 16) if step % 2 else ():
                 batch, documents = feed.evaluation(samples, start)
-                found = torch.cat([m.labels for m in batch])
-                assert found.tolist() == samples.batches.microbatch(start, 8)[1].tolist()
+                labels = torch.cat([m.labels for m in batch])
+                assert labels.tolist() == samples.batches.microbatch(start, 8)[1].tolist()
                 assert documents.flatten(0, 1).tolist() == samples.documents(start, 8).tolist()
 
 
-def test_a_step_is_one_copy_that_nobody_waits_for(corpus, closed, monkeypatch):
+def test_step_is_one_asynchronous_copy(corpus, closed, monkeypatch):
     """For a device: out of pinned memory, into which the thread has put what it built ahead."""
     feed, _ = feed_of(corpus)
     closed.append(feed)
@@ -284,7 +284,7 @@ def test_every_sample_once_over_changing_meshes_batches_and_depths(tmp_path, clo
     assert seen == list(map(tuple, np.hstack([tokens, labels[:, -1:]]).tolist()))
 
 
-def test_an_error_is_raised_in_the_step_that_it_belongs_to(corpus, closed, monkeypatch):
+def test_read_ahead_error_is_raised_in_its_step(corpus, closed, monkeypatch):
     microbatch = Batches.microbatch
 
     def broken(self, first, count):
@@ -297,7 +297,7 @@ def test_an_error_is_raised_in_the_step_that_it_belongs_to(corpus, closed, monke
     closed.append(feed)
     feed.training(0)
     feed.training(8)
-    said = r"^ids\.bin is cut short; copy it again \(in samples 16 to 23\)$"
-    with pytest.raises(RankError, match=said):
+    message = r"^ids\.bin is cut short; copy it again \(in samples 16 to 23\)$"
+    with pytest.raises(RankError, match=message):
         feed.training(16)
     feed.training(24)

@@ -15,7 +15,7 @@ ENDS = (4, 6)
 SAME = ("loss", "grad_norm", "lr", "tokens", "held_out_loss")
 
 
-def test_a_fork_of_a_trunk_is_the_run_that_was_never_forked(tmp_path):
+def test_fork_of_trunk_equals_run_without_fork(tmp_path):
     """One trunk of constant rate serves both ends, by the checkpoints that are kept for them."""
     base = prepared_config(tmp_path)
 
@@ -39,16 +39,16 @@ def test_a_fork_of_a_trunk_is_the_run_that_was_never_forked(tmp_path):
     every = [trunk, *forks, *whole]
     for ended in start_all([(raw,) for raw in every], (1, 1, 1)):
         assert [rank.code for rank in ended] == [0], ended
-    found = [
+    metrics = [
         list(map(json.loads, (folder_of(raw) / "metrics.jsonl").read_text().splitlines()))
         for raw in every
     ]
     kept = {path.name for path in (folder_of(trunk) / "checkpoints").glob("step-*")}
     assert kept == {*(f"step-{step}" for step in starts), "step-7", "step-8"}
-    for end, fork, other in zip(ENDS, found[1:3], found[3:], strict=True):
+    for end, fork, other in zip(ENDS, metrics[1:3], metrics[3:], strict=True):
         own = [line for line in other if line["step"] > end - COOLDOWN]
         assert [line["step"] for line in fork] == [line["step"] for line in own]
         for ours, theirs in zip(fork, own, strict=True):
             assert [ours.get(key) for key in SAME] == [theirs.get(key) for key in SAME]
-        assert fork[-1]["held_out_loss"] != found[0][-1]["held_out_loss"]
-        assert fork[-1]["lr"] == pytest.approx(0.1 * found[0][-1]["lr"])
+        assert fork[-1]["held_out_loss"] != metrics[0][-1]["held_out_loss"]
+        assert fork[-1]["lr"] == pytest.approx(0.1 * metrics[0][-1]["lr"])

@@ -53,7 +53,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mesh", "settings"), CASES, ids=str)
-def test_it_is_that_of_each_ranks_samples(mesh, settings, config, squares):
+def test_noise_scale_is_computed_from_samples_of_each_rank(mesh, settings, config, squares):
     """Of a sample a rank, by the two formulas of arXiv:1812.06162, appendix A.1."""
     dp = mesh[1]
     settings = settings | {"parallel3d.train.steps": 2, EVERY: 2}
@@ -68,7 +68,7 @@ def test_it_is_that_of_each_ranks_samples(mesh, settings, config, squares):
     assert noise["scale"] == pytest.approx(noise["trace"] / noise["square"])
 
 
-def test_where_ranks_have_no_gradient_of_their_own_it_is_refused():
+def test_noise_scale_without_gradient_per_rank_is_refused():
     alone = error_of(**{EVERY: 5, "parallel3d.mesh": {"pp": 1, "dp": 1, "tp": 1}})
     assert "noise_scale_every = 5: compares gradients of data-parallel ranks" in alone
     each = error_of(**{EVERY: 5, REDUCTION: "per_microbatch", "zero_optimization.stage": 1})

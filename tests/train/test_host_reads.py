@@ -32,16 +32,16 @@ def count_waits(rank, folder):
     def starts(place):
         if place == "trainer.step":
             gc.collect()  # the self-test's engine waits for the device when it is freed
-            found = {" ".join(key): times for key, times in waits.take().items()}
+            counts = {" ".join(key): times for key, times in waits.take().items()}
             with file.open("a") as lines:
-                lines.write(json.dumps(found) + "\n")
+                lines.write(json.dumps(counts) + "\n")
         go_on(place)
 
     trainer_module.fault_point = starts
     trainer_module.on_this_device = device  # it is what it is for as long as this lives
 
 
-def test_a_step_reads_the_device_once(raw, tmp_path):  # noqa: F811
+def test_step_reads_device_once(raw, tmp_path):  # noqa: F811
     """All that the ranks say of a step is one copy to the host; an evaluation's rounds one each.
 
     At the end of each set there is one more: the losses of its documents.

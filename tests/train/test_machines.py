@@ -47,7 +47,7 @@ def on_two_nodes(rank, raw, root):
     deal_cyclically(rank)
     mesh = Mesh(dp=2, tp=2)
     config = RunConfig.from_dict(raw).resolve(4)
-    said = []
+    warnings = []
     prepared = []
     prepare = start.prepare
 
@@ -56,10 +56,10 @@ def on_two_nodes(rank, raw, root):
         return prepare(*args)
 
     start.prepare = noted
-    found = nodes.find_nodes(mesh)
-    start.check_machine(config, mesh, found, said.append)
+    nodes_of_ranks = nodes.find_nodes(mesh)
+    start.check_machine(config, mesh, nodes_of_ranks, warnings.append)
     quiet = Console(quiet=True)
-    corpus = start.open_corpus(config, mesh, found, quiet)
+    corpus = start.open_corpus(config, mesh, nodes_of_ranks, quiet)
 
     patch.object(start, "wait_until", lambda look: look()).start()  # none comes late
     refused = {}
@@ -73,7 +73,7 @@ def on_two_nodes(rank, raw, root):
             lock.take()
         folder = start.Path("runs/mine")
         try:
-            start.refuse_unshared(folder, "runs", mesh, found)
+            start.refuse_unshared(folder, "runs", mesh, nodes_of_ranks)
         except ConfigError as error:
             refused[name] = str(error)
         mesh.barrier()
@@ -86,7 +86,7 @@ def on_two_nodes(rank, raw, root):
     start.prepare = other_on_the_second
     different = ""
     try:
-        start.open_corpus(config, mesh, found, quiet)
+        start.open_corpus(config, mesh, nodes_of_ranks, quiet)
     except DataError as error:
         different = str(error)
 
@@ -102,22 +102,22 @@ def on_two_nodes(rank, raw, root):
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), mesh.messages.aside)
     late = ""
     try:
-        start.open_corpus(config, mesh, found, quiet)
+        start.open_corpus(config, mesh, nodes_of_ranks, quiet)
     except TrainingError as error:
         late = str(error)
     except Exception:
         late = ""  # another one's patience ended first, and this one finds that it has gone
-    return said, prepared, len(corpus.train), refused, different, late
+    return warnings, prepared, len(corpus.train), refused, different, late
 
 
 def test_two_nodes_whose_ranks_are_dealt_out_in_turn(tmp_path):
     raw = prepared_config(tmp_path)
     results = run_locally(on_two_nodes, 4, raw, tmp_path)
-    for rank, (said, prepared, tokens, refused, different, late) in enumerate(results):
+    for rank, (warnings, prepared, tokens, refused, different, late) in enumerate(results):
         assert prepared == ([rank] if rank < 2 else [])  # once a machine, by its first rank
         assert tokens == results[0][2] > 0
         assert different.startswith("the corpus is not the same on node0 and node1: "), different
-        (text,) = said
+        (text,) = warnings
         assert "tp = 2 SPANS HOSTS: ranks 0 on node0 and 1 on node1, and 1 more groups" in text
         assert list(refused) == ["apart"]
         assert 'run.directory = "runs"' in refused["apart"]

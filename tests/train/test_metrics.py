@@ -99,18 +99,18 @@ def shown(terminal, **changes):
     return stream.getvalue()
 
 
-def test_an_evaluation_that_was_cut_off_comes_to_its_line_later(tmp_path):
+def test_interrupted_evaluation_completes_its_line_later(tmp_path):
     """Once: the line of a step that was evaluated stays as it is."""
     with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(step_metrics(1))
         writer.write(step_metrics(2))
         before = writer.path.read_text().splitlines()
-    for found in ({}, {"held_out": OF_SET}, {"web": OF_SET}):
+    for losses in ({}, {"held_out": OF_SET}, {"web": OF_SET}):
         with closing(MetricsWriter(tmp_path)) as writer:  # started again
-            writer.complete(found)
+            writer.complete(losses)
             first, last = writer.path.read_text().splitlines()
             assert first == before[0]
-            if not found:
+            if not losses:
                 assert last == before[1]
     values = json.loads(last)
     assert list(values["validation"]) == ["held_out"] and values["held_out_loss"] == 4.5
@@ -153,7 +153,7 @@ def columns_of(lines):
     return heights
 
 
-def test_a_terminal_has_a_curve_of_the_losses_and_a_log_has_none():
+def test_terminal_shows_loss_curve_and_log_shows_none():
     def lines(losses, terminal=True, width=80):
         stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="")
         console = Console(file=stream, force_terminal=terminal, width=width, color_system=None)
@@ -181,7 +181,7 @@ def test_a_terminal_has_a_curve_of_the_losses_and_a_log_has_none():
     assert "┤" not in lines([3.0, 2.0, 1.0], terminal=False)[1]
 
 
-def test_what_is_left_is_told_by_the_newest_steps(monkeypatch):
+def test_remaining_time_is_estimated_from_newest_steps(monkeypatch):
     """The first step, which also compiles, and the steps before a restart tell nothing of it."""
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
@@ -195,10 +195,10 @@ def test_what_is_left_is_told_by_the_newest_steps(monkeypatch):
         assert stream.getvalue().rstrip().endswith(f"{in_words(left)} left")
 
 
-def test_a_full_disk_keeps_the_lines_in_memory(tmp_path, monkeypatch):
+def test_full_disk_keeps_lines_in_memory(tmp_path, monkeypatch):
     """It takes a part of a line first, as a real one does; and there is room again later."""
     room = [150]
-    said = []
+    warnings = []
     write = os.write
 
     def write_while_there_is_room(file, data):
@@ -209,17 +209,17 @@ def test_a_full_disk_keeps_the_lines_in_memory(tmp_path, monkeypatch):
         return done
 
     monkeypatch.setattr(metrics.os, "write", write_while_there_is_room)
-    with closing(MetricsWriter(tmp_path, say=said.append)) as writer:
+    with closing(MetricsWriter(tmp_path, say=warnings.append)) as writer:
         for step in (1, 2, 3):
             writer.write(step_metrics(step))
-        assert len(said) == 1 and "No space left on device). Training continues" in said[0]
+        assert len(warnings) == 1 and "No space left on device). Training continues" in warnings[0]
         room[0] = 10**6
         writer.write(step_metrics(4))
-        assert len(said) == 2
+        assert len(warnings) == 2
         room[0] = 0
         writer.write(step_metrics(5))
     assert [json.loads(line)["step"] for line in writer.path.open()] == [1, 2, 3, 4]
-    assert said[-1].startswith("METRICS LOST: the last 1 lines")
+    assert warnings[-1].startswith("METRICS LOST: the last 1 lines")
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -267,7 +267,7 @@ def test_summary(terminal):
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_run_that_was_stopped_or_had_nothing_to_do_says_so(stopped):
+def test_summary_tells_stopped_run_from_run_with_nothing_to_do(stopped):
     result = Result(steps=20, trained=3 if stopped else 0, stopped=stopped)
     result.validation = {"held_out": SetLoss(3.5, 0.25, 8192, 40, 1.5)}
     summary = Summary(result, 6.0, "peak", {"run": Path("runs/a")})
@@ -310,7 +310,7 @@ def test_rates_of_roles_are_there_where_roles_have_their_own():
     assert flat_of(metrics)["part_epochs/mixture.1"] == 1.5
 
 
-def test_the_kernel_of_attention_is_said_with_the_model(monkeypatch):
+def test_attention_kernel_is_printed_with_model(monkeypatch):
     """Of a device; here the CPU stands in for one, and nothing has been computed yet."""
     raw = config_of(zero=0)
     raw["parallel3d"]["model"] |= {"hidden_size": 32, "num_hidden_layers": 1}

@@ -26,14 +26,14 @@ def config_in(name, **changes):
 
 
 @pytest.mark.parametrize(("name", "chip"), [("bf16", "A100-SXM4-80GB"), ("fp16", V100)])
-def test_the_published_peak_is_that_of_the_type(name, chip):
+def test_published_peak_is_that_of_dtype(name, chip):
     config = config_in(name, **{"parallel3d.run.hardware": chip})
     published = hardware.load(chip).peak(name)
     assert published and known_hardware.peak(config, MESH) == (f"{chip}'s {name} peak", published)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_where_nothing_is_published_the_matmul_is_of_the_type(name, monkeypatch):
+def test_peak_without_publication_is_measured_in_dtype(name, monkeypatch):
     measured = []
 
     def measure(device, dtype):
@@ -59,9 +59,9 @@ def test_no_peak_of_fp32_is_that_of_tf32():
         assert known_hardware.peak(config, MESH)[0] == f"{described.name}'s fp32 peak"
 
 
-def test_the_settings_of_products_reach_torch():
-    said = []
-    console = SimpleNamespace(print=lambda *text, sep: said.extend(text))
+def test_matmul_settings_reach_torch():
+    printed = []
+    console = SimpleNamespace(print=lambda *text, sep: printed.extend(text))
     mesh = SimpleNamespace(**vars(MESH) | {"picture": lambda: "the mesh"})
     on = {"parallel3d.train.tf32": True, "parallel3d.train.deterministic": True}
     try:
@@ -71,4 +71,4 @@ def test_the_settings_of_products_reach_torch():
     finally:
         start.begin(config_in("fp32"), mesh, console)
     assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.get_float32_matmul_precision() == "highest" and said[0] == "the mesh"
+    assert torch.get_float32_matmul_precision() == "highest" and printed[0] == "the mesh"

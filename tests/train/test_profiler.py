@@ -50,7 +50,7 @@ def own(events, rank):
     return [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in lane]
 
 
-def test_a_lane_for_each_rank_with_its_steps_and_actions(written):
+def test_each_rank_has_lane_of_steps_and_actions(written):
     _, events = written
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "rank 0 (pp 0, dp 0, tp 0)", 1: "rank 1 (pp 1, dp 0, tp 0)"}
@@ -108,7 +108,7 @@ def sent_before_used(events, ranks):
     return received
 
 
-def test_the_clocks_of_the_ranks_agree(written):
+def test_clocks_of_ranks_agree(written):
     """What a rank computes on starts after the other rank has begun to send it."""
     received = sent_before_used(written[1], (0, 1))
     assert received and all(before < after for before, after in received)
@@ -192,7 +192,7 @@ def profiled(raw, steps, start, **run):  # noqa: F811
     return config
 
 
-def test_the_trainer_profiles_the_steps_that_the_config_names(raw):  # noqa: F811
+def test_trainer_profiles_configured_steps(raw):  # noqa: F811
     config = profiled(raw, steps=1, start=2)
     config["parallel3d"]["train"]["steps"] = 4
     ranks = run_locally(run_on_rank, 2, config)
@@ -203,7 +203,7 @@ def test_the_trainer_profiles_the_steps_that_the_config_names(raw):  # noqa: F81
         assert [n for n, *_ in own(events, rank) if n.startswith("step")] == ["step 2"]
 
 
-def test_a_run_that_is_stopped_writes_what_was_recorded(raw):  # noqa: F811
+def test_stopped_run_writes_recorded_profile(raw):  # noqa: F811
     config = profiled(raw, steps=20, start=1)
     ranks = run_locally(run_on_rank, 2, config, stop_in_step_two, 1, signal.SIGTERM)
     assert [ended for ended, _ in ranks] == [STOPPED] * 2

@@ -67,9 +67,9 @@ OTHERS = [
 def clean_steps(rank, case):
     trainer = Trainer(case)
     recomputation = Recomputation(trainer.config, trainer.mesh, trainer.parts)
-    said = [take_step(trainer, recomputation, step) for step in range(3)]
+    messages = [take_step(trainer, recomputation, step) for step in range(3)]
     trainer.close()
-    return said
+    return messages
 
 
 @pytest.mark.slow
@@ -97,17 +97,17 @@ def spoil_the_checker(rank, case):
         return output, side
 
     module._forward = spoiled
-    said = [take_step(trainer, recomputation, 0)]
+    messages = [take_step(trainer, recomputation, 0)]
     module._forward = forward
     planted = Planted(trainer, recomputation, "forward", 22, 0) if rank == 0 else None
-    said.append(take_step(trainer, recomputation, 1, planted))
+    messages.append(take_step(trainer, recomputation, 1, planted))
     trainer.close()
-    return said
+    return messages
 
 
-def test_a_third_computation_decides_who_was_wrong():
-    for said in run_locally(spoil_the_checker, 2, case_of((2, 1, 1), 1)):
-        assert [re.findall(r"rank (\d) on", text) for text in said] == [["1"], ["0"]], said
+def test_third_computation_decides_which_rank_was_wrong():
+    for messages in run_locally(spoil_the_checker, 2, case_of((2, 1, 1), 1)):
+        assert [re.findall(r"rank (\d) on", text) for text in messages] == [["1"], ["0"]], messages
 
 
 STEPS = 4
@@ -141,7 +141,7 @@ def run_with(tmp_path, name, fault=None, mesh=(2, 1, 1), **check_bits):
     return ranks, folder_of(raw), [e for e in events if e["event"] in ("wrong_bits", "rewind")]
 
 
-def test_a_run_rewinds_and_ends_with_the_bits_of_a_clean_one(tmp_path):
+def test_rewound_run_ends_with_bits_of_clean_run(tmp_path):
     """A check that differs leaves no trace, nor do those that do not."""
     _, clean, _ = run_with(tmp_path, "clean")
     ranks, folder, events = run_with(
@@ -172,7 +172,7 @@ REJECTED = ["step-1.rejected", "step-2.rejected"]
         (3, ["wrong_bits"], REJECTED),  # no check vouches for any of them
     ],
 )
-def test_a_lasting_fault_stops_the_run(tmp_path, every, expected, kept):
+def test_lasting_fault_stops_run(tmp_path, every, expected, kept):
     ranks, folder, events = run_with(
         tmp_path, "lasting", (spoil_a_layer, 0, 99), recompute_every=every, on_wrong="rewind"
     )

@@ -82,17 +82,17 @@ def replay_on_rank(rank, run, sizes, faults=(), alone=False):
     config = config.resolve(int(os.environ["WORLD_SIZE"]))
     mesh = Mesh(**sizes_of(sizes)._asdict())
     console = Console(quiet=True)
-    said = [replaying.replay(config, mesh, run, checkpoint, console)]
+    reports = [replaying.replay(config, mesh, run, checkpoint, console)]
     for fault in faults:
         name = "x".join(map(str, sizes))
         if rank == 0 and not alone:
             (run / "replays" / name / f"step-{STEP}.json").unlink()
         with planted(*fault):
-            said.append(replaying.replay(config, mesh, run, checkpoint, console))
-    return said
+            reports.append(replaying.replay(config, mesh, run, checkpoint, console))
+    return reports
 
 
-def test_the_same_mesh_has_the_same_bits_and_another_names_what_differs(run):
+def test_replay_has_same_bits_on_same_mesh_and_names_faults_on_another(run):
     (again,), other_rank = run_locally(replay_on_rank, 2, run, (1, 2, 1))
     assert [again] == other_rank
     assert again["same"] and again["bound"] == 0 and again["first_tensor"] is None
@@ -102,9 +102,9 @@ def test_the_same_mesh_has_the_same_bits_and_another_names_what_differs(run):
     faults = [("output", "blocks.1", 2), ("gradient", "blocks.0", 1)]
     ((clean, output, gradient),) = run_locally(replay_on_rank, 1, run, (1, 1, 1), faults)
     assert clean["same"] and clean["bound"] == 1e-4 and clean["digests"] == 0
-    for said, (kind, layer, microbatch) in zip((output, gradient), faults, strict=True):
-        first = said["first_tensor"]
-        assert not said["same"]
+    for report, (kind, layer, microbatch) in zip((output, gradient), faults, strict=True):
+        first = report["first_tensor"]
+        assert not report["same"]
         assert (first["tensor"], first["layer"]) == (kind, layer)
         assert (first["stage"], first["microbatch"], first["replay"]) == (0, microbatch, "1x2x1")
         ours, theirs = first["norms"]

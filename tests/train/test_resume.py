@@ -33,7 +33,7 @@ def config(tmp_path_factory):
     settings |= {"parallel3d.train.steps": STEPS, "parallel3d.checkpoint.every": 2}
     settings |= {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 2}
     raw = changed(raw, settings | {"parallel3d.pipeline.activation_checkpointing": "none"})
-    del raw["gradient_accumulation_steps"]  # what batch, micro batch and dp make of it
+    del raw["gradient_accumulation_steps"]  # follows from batch, micro batch and dp
     return raw
 
 
@@ -111,8 +111,8 @@ def check_tokenizer_is_kept(run, theirs):
         damaged = shutil.copytree(checkpoints[0], Path(place, checkpoints[0].name))
         with (damaged / "tokenizer" / "tokenizer.json").open("a") as file:
             file.write(" ")
-        found = [(bad.file, bad.reason) for bad in verify(damaged)]
-    assert found == [("tokenizer", "its hash is not the one in state.json")]
+        damage = [(bad.file, bad.reason) for bad in verify(damaged)]
+    assert damage == [("tokenizer", "its hash is not the one in state.json")]
 
 
 @pytest.mark.parametrize(("mesh", "changes"), FEW, ids=["pp", "tp", "pp-dp"])
@@ -253,7 +253,7 @@ def flip(path):
     path.write_bytes(data)
 
 
-def test_what_a_run_is_resumed_from(config, half):
+def test_run_resumes_from_requested_or_newest_valid_checkpoint(config, half):
     """Each of these in turn, on the same two ranks."""
     key = "parallel3d__checkpoint__resume"
     names = ["newest", "one-rank-sees-damage", "step", "path", "restart", "fresh"]
@@ -277,10 +277,10 @@ def test_what_a_run_is_resumed_from(config, half):
     for name, ranks in results.items():
         assert [ended.code for ended in ranks] == [DONE] * 2, (name, ranks)
         first = starts[name]
-        assert seen_by_all(ranks) == list(range(first * BATCH, STEPS * BATCH)), ranks[0].said
+        assert seen_by_all(ranks) == list(range(first * BATCH, STEPS * BATCH)), ranks[0].printed
         folder = (half if name == "path" else folder_of(raws[name])) / "checkpoints"
-        said = ranks[0].says(f"resume  from {folder}/step-{first}: step {first} of {STEPS}")
-        assert said == (first > 0), (name, ranks[0].said)
+        resumptions = ranks[0].says(f"resume  from {folder}/step-{first}: step {first} of {STEPS}")
+        assert resumptions == (first > 0), (name, ranks[0].printed)
         begin = 1 if name != "path" else 3
         assert [line["step"] for line in lines(raws[name])] == list(range(begin, STEPS + 1)), name
     rejected = results["one-rank-sees-damage"][0]
@@ -303,7 +303,7 @@ def test_what_a_run_is_resumed_from(config, half):
     assert end["stopped"] and len(end["peak_memory_bytes"]) == 2
 
 
-def test_what_was_asked_for_and_cannot_be_is_fatal(config, half):
+def test_impossible_resume_request_is_fatal(config, half):
     key = "parallel3d__checkpoint__resume"
     bad = folder_of(copied(half, config, "damaged")) / "checkpoints/step-4"
     flip(bad / "shard-00001-of-00002.safetensors")
@@ -325,7 +325,7 @@ def test_what_was_asked_for_and_cannot_be_is_fatal(config, half):
         assert not ranks[0].says("NOTHING TO RESUME"), raw["parallel3d"]["run"]
 
 
-def test_a_request_to_stop_a_run_that_is_done_does_not_stop_the_next_start(config, half):
+def test_request_to_stop_finished_run_does_not_stop_next_start(config, half):
     raw = copied(half, config, "done", parallel3d__train__steps=HALF)
     (folder_of(raw) / "STOP").touch()
     ranks = start(raw, HOME)

@@ -50,7 +50,7 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", ["pointwise", "block"])
-def test_a_compiled_run_goes_on(plain, mode):
+def test_compiled_run_resumes(plain, mode):
     """To the bit what it is without a stop; the plain run's numbers but for rounding."""
     raw, expected = plain
     run(raw, f"{mode} again", mode, stop_after=HALF)

@@ -63,7 +63,7 @@ def test_each_line_says_the_rate_of_each_role(unbroken, config):
 
 
 @pytest.mark.parametrize(("mesh", "settings"), OTHERS, ids=str)
-def test_it_goes_on_on_another_mesh(mesh, settings, config, unbroken):
+def test_run_resumes_on_another_mesh(mesh, settings, config, unbroken):
     name = f"on-{'x'.join(map(str, mesh))}"
     half = named(config, name, **{"parallel3d.train.stop_after": HALF})
     assert [ended.code for ended in start(half, (1, 2, 1))] == [STOPPED] * 2
@@ -71,8 +71,8 @@ def test_it_goes_on_on_another_mesh(mesh, settings, config, unbroken):
     ranks = start(rest, mesh)
     assert [ended.code for ended in ranks] == [DONE] * 2, ranks
     for key in ("loss", "grad_norm"):
-        found, expected = ([line[key] for line in run] for run in (lines(rest), unbroken))
-        assert found == pytest.approx(expected, rel=1e-5), key
+        values, expected = ([line[key] for line in run] for run in (lines(rest), unbroken))
+        assert values == pytest.approx(expected, rel=1e-5), key
 
 
 def test_another_parametrization_is_refused_by_name(config):

@@ -48,7 +48,7 @@ def stop():
         signal.signal(number, handler)
 
 
-def test_who_loses_a_peer_that_was_asked_to_stop_was_asked_too(monkeypatch, capsys):
+def test_losing_stopped_peer_counts_as_stop_request(monkeypatch, capsys):
     """The backend sees the loss, and the judge has heard why."""
     told = pulse.Outcome("a rank was asked", False, STOPPED)
     monkeypatch.setattr(pulse, "outcome", lambda seconds=0.0: told)
@@ -57,7 +57,7 @@ def test_who_loses_a_peer_that_was_asked_to_stop_was_asked_too(monkeypatch, caps
     assert capsys.readouterr().err.startswith("stopped on request before the first step; ")
 
 
-def test_a_library_that_computes_is_ended():
+def test_busy_library_is_ended():
     """No Python runs while C computes: the process is ended for it, after its grace."""
 
     def compute():
@@ -77,7 +77,7 @@ def test_a_library_that_computes_is_ended():
     assert code == STOPPED and 0.5 < seconds < 30
 
 
-def test_the_end_of_the_deepspeed_command_is_a_request(stop, monkeypatch):
+def test_end_of_deepspeed_command_is_request_to_stop(stop, monkeypatch):
     """Its node's launcher, which is a rank's parent, lives on and passes nothing on."""
     command = ["sh", "-c", "sh -c 'echo $$; sleep 60; :' deepspeed.launcher.launch & wait"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as started:
@@ -117,7 +117,7 @@ class Noisy:
         send()
 
 
-def test_what_was_swallowed_before_training_is_raised_when_it_begins():
+def test_request_swallowed_before_training_is_raised_when_training_begins():
     handlers = {number: signal.getsignal(number) for number in ending.SIGNALS}
     with pytest.raises(Stopped), StopRequest().listening() as stop:
         Noisy()
@@ -146,7 +146,7 @@ def test_in_training_a_signal_waits_for_the_step(stop, number):
     assert stop.stopping and not stop.saving
 
 
-def test_a_second_ctrl_c_interrupts(stop, monkeypatch):
+def test_second_ctrl_c_interrupts(stop, monkeypatch):
     send(signal.SIGINT)
     stop._since -= 2.5  # so long ago
     send(signal.SIGTERM)  # this one repeats itself
@@ -184,7 +184,7 @@ def test_all_ranks_know_whether_the_file_or_a_signal_stops_them(tmp_path, by_fil
         assert [end.by_signal for end in ends] == [not by_file] * 2
 
 
-def test_the_files_are_seen_by_one_rank_and_taken_away_when_done(tmp_path, monkeypatch):
+def test_request_files_are_read_by_one_rank_and_removed_when_done(tmp_path, monkeypatch):
     looks = []
     stat = os.stat
     watched = {tmp_path / "STOP": "STOP", tmp_path / "SAVE": "SAVE"}

@@ -67,12 +67,12 @@ def installed(monkeypatch):
     return install
 
 
-def started(tmp_path, said=None, step=0, **changes):
-    said = said if said is not None else []
-    return Trackers(config_of(**changes), tmp_path / "mine", step=step, say=said.append)
+def started(tmp_path, messages=None, step=0, **changes):
+    messages = messages if messages is not None else []
+    return Trackers(config_of(**changes), tmp_path / "mine", step=step, say=messages.append)
 
 
-def test_who_asks_for_what():
+def test_requested_trackers_name_their_settings():
     assert requested_trackers(config_of()) == {}
     assert requested_trackers(config_of(**{"parallel3d.run.tensorboard": True})) == {
         "tensorboard": "parallel3d.run.tensorboard"
@@ -169,14 +169,14 @@ TWO = {"loss": 2.0}
 
 @pytest.mark.parametrize("call", ["init", "update", "log", "finish"])
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, OSError])
-def test_a_tracker_that_fails_is_named_once_and_dropped(tmp_path, installed, call, error):
+def test_failing_tracker_is_named_once_and_dropped(tmp_path, installed, call, error):
     fake = installed("wandb", broken=[call], error=error)
-    said = []
-    running = started(tmp_path, said, **{"parallel3d.run.trackers": ["wandb", "csv"]})
+    messages = []
+    running = started(tmp_path, messages, **{"parallel3d.run.trackers": ["wandb", "csv"]})
     for step in (1, 2, 3):
         running.log(ONE, step)
     running.finish()
-    (warning,) = said
+    (warning,) = messages
     assert warning.startswith("WARNING: parallel3d.run.trackers: wandb ")
     assert f"{error.__name__}: {call} is down)" in warning and "more of it" not in warning
     assert "set WANDB_MODE=offline" in warning
@@ -184,44 +184,44 @@ def test_a_tracker_that_fails_is_named_once_and_dropped(tmp_path, installed, cal
     assert len((tmp_path / "mine" / "csv" / "loss.csv").read_text().splitlines()) == 4
 
 
-def test_a_package_that_is_not_there(tmp_path, monkeypatch):
-    said = []
+def test_missing_package_gives_one_message(tmp_path, monkeypatch):
+    messages = []
     for package in ("wandb", "comet_ml", "mlflow"):
         monkeypatch.setitem(sys.modules, package, None)  # importing it raises ImportError
     names = ["wandb", "comet", "mlflow"]
-    running = started(tmp_path, said, **{"parallel3d.run.trackers": names})
+    running = started(tmp_path, messages, **{"parallel3d.run.trackers": names})
     running.log(ONE, 1)
     running.finish()
-    assert len(said) == 3
-    for text, package in zip(said, ("wandb", "comet_ml", "mlflow"), strict=True):
+    assert len(messages) == 3
+    for text, package in zip(messages, ("wandb", "comet_ml", "mlflow"), strict=True):
         assert f"pip install {package}, or remove it" in text
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_unwritable_tracker_folder_gives_one_message_per_tracker(tmp_path):
     (tmp_path / "file").write_text("")
-    said = []
+    messages = []
     place = {"enabled": True, "output_path": str(tmp_path / "file")}
-    running = started(tmp_path, said, csv_monitor=place, tensorboard=place)
+    running = started(tmp_path, messages, csv_monitor=place, tensorboard=place)
     running.log(ONE, 1)
     running.finish()
-    assert sorted(text.split(":")[1] for text in said) == [" csv_monitor", " tensorboard"]
+    assert sorted(text.split(":")[1] for text in messages) == [" csv_monitor", " tensorboard"]
 
 
-def test_a_full_disk_ends_a_csv_tracker_and_the_next_start_goes_on_with_it(tmp_path, monkeypatch):
-    said = []
+def test_full_disk_ends_csv_tracker_until_next_start(tmp_path, monkeypatch):
+    messages = []
 
     def log(self, values, step):
         with open(self._folder / "loss.csv", "a") as file:
-            file.write(str(step)[:1])  # as much of a row as there is room for
+            file.write(str(step)[:1])  # no room for the whole row
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    running = started(tmp_path, said, **{"parallel3d.run.trackers": ["csv"]})
+    running = started(tmp_path, messages, **{"parallel3d.run.trackers": ["csv"]})
     running.log(ONE, 1)
     with monkeypatch.context() as full:
         full.setattr(CsvTracker, "log", log)
         running.log(TWO, 2)
     running.log(TWO, 3)
-    assert len(said) == 1 and "No space left" in said[0]
+    assert len(messages) == 1 and "No space left" in messages[0]
     running = started(tmp_path, step=1, **{"parallel3d.run.trackers": ["csv"]})
     running.log(ONE, 2)
     rows = (tmp_path / "mine" / "csv" / "loss.csv").read_text().split()
@@ -239,7 +239,7 @@ def test_csv_rows_of_steps_to_come_are_dropped(tmp_path):
     assert rows == [["step", "loss"], ["1", "1"], ["2", "2"], ["3", "23"], ["4", "24"], ["5", "25"]]
 
 
-def test_a_csv_file_whose_head_is_cut_off_begins_anew(tmp_path):
+def test_csv_file_with_cut_header_is_rewritten(tmp_path):
     (tmp_path / "loss.csv").write_text("step,lo")
     tracker = CsvTracker(tmp_path)
     tracker.start()
@@ -266,7 +266,7 @@ def test_csv_rows_stay_where_the_disk_is_full_at_the_start(tmp_path, monkeypatch
     assert (tmp_path / "loss.csv").read_bytes() == b"step,loss\r\n1,1.0\r\n"
 
 
-def test_a_full_disk_of_tensorboard_is_one_message(tmp_path):
+def test_full_disk_of_tensorboard_gives_one_message(tmp_path):
     [(line,)] = run_locally(log_to_a_full_disk, 1, tmp_path)
     assert "tensorboard failed at step" in line and "File too large" in line
 
@@ -275,16 +275,16 @@ def log_to_a_full_disk(rank, folder):
     """What the trackers say."""
     words = ["--parallel3d.run.tensorboard", "true", "--mesh.dp", "1"]
     config = RunConfig.from_json("ds.json", words).resolve(1)
-    said = []
-    own = Trackers(config, folder, step=0, say=said.append)
+    messages = []
+    own = Trackers(config, folder, step=0, say=messages.append)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
     for step in range(1, 60):
         own.log({"loss": 1.0}, step)
-        if not said:
+        if not messages:
             time.sleep(0.1)
     own.finish()
-    return said
+    return messages
 
 
 def test_every_name_of_the_list_is_a_tracker(tmp_path, monkeypatch):

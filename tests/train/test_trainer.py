@@ -198,8 +198,8 @@ def test_side_losses_are_means_over_the_layers_and_the_batch():
     trainer = SimpleNamespace(_side_losses=Counter(balance=3, size=1), _copies=2)
     sums = (2.0, 0.0), (4.0, 0.0), (1.0, 5.0), (2.0, 7.0)
     rows = [SimpleNamespace(side_losses=own) for own in sums]
-    found = trainer_module.Trainer._means_of_side_losses(trainer, rows)
-    assert found == {"balance": 9 / 2 / 3, "size": 12 / 2 / 1}
+    means = trainer_module.Trainer._means_of_side_losses(trainer, rows)
+    assert means == {"balance": 9 / 2 / 3, "size": 12 / 2 / 1}
 
 
 def poison_loss(rank, culprit, value):
@@ -259,7 +259,7 @@ def poison_gradient(rank, culprit):
     ],
     ids=["loss", "weight", "gradient"],
 )
-def test_what_is_not_finite_on_one_rank_stops_all(raw, disturb, details, expected):
+def test_nonfinite_value_on_one_rank_stops_all(raw, disturb, details, expected):
     config = on_mesh(raw, 2, 1, 1)
     config["parallel3d"] |= {"checkpoint": {"every": 1}}
     if disturb is poison_weight:
@@ -287,7 +287,7 @@ def stop_in_step_two(rank, culprit, number):
 
 
 @pytest.mark.parametrize(("culprit", "number"), STOPS)
-def test_a_request_to_stop_on_one_rank_stops_all_at_one_step(raw, culprit, number):
+def test_request_to_stop_on_one_rank_stops_all_at_one_step(raw, culprit, number):
     config = on_mesh(raw, 2, 1, 1, steps=40)
     ranks = run_locally(run_on_rank, 2, config, stop_in_step_two, culprit, number)
     assert [ended for ended, _ in ranks] == [STOPPED] * 2

@@ -21,8 +21,8 @@ MICROBATCHES = 3
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    """What rank 0 said of a run on two stages with everything on."""
+def logged_run(tmp_path_factory):
+    """The config and rank 0's lines of a run on two stages with everything on."""
     root = tmp_path_factory.mktemp("watch")
     raw = filled({}, corpus_in(root), steps=STEPS, pp=2)
     raw |= {
@@ -37,17 +37,17 @@ def said(tmp_path_factory):
     raw.pop("train_batch_size", None)
     ranks = start(raw, (2, 1, 1))
     assert [(ended.code, ended.error) for ended in ranks] == [(0, "")] * 2
-    assert not any(line.startswith(("time", "comms", "flops")) for line in ranks[1].said)
+    assert not any(line.startswith(("time", "comms", "flops")) for line in ranks[1].printed)
     corpus = prepare(RunConfig.from_dict(raw).data)
-    return RunConfig.from_dict(raw).resolve(2).with_vocab_size(corpus.vocab_size), ranks[0].said
+    return RunConfig.from_dict(raw).resolve(2).with_vocab_size(corpus.vocab_size), ranks[0].printed
 
 
-def test_the_parts_of_a_step_add_up_to_it(said):
-    _, lines = said
+def test_parts_of_step_add_up_to_step_time(logged_run):
+    _, lines = logged_run
     times = [line for line in lines if line.startswith("time ")]
     steps = [re.match(r"time +step (\d+), pp (\d), mean of (\d+): ", line) for line in times]
     expected = [(s, p, EVERY) for s in (2, 4) for p in (0, 1)]
-    assert [tuple(map(int, found.groups())) for found in steps] == expected
+    assert [tuple(map(int, match.groups())) for match in steps] == expected
     for line in times:
         total, _, parts = line.partition(": ")[2].partition(" ms = ")
         values = {word.split()[0]: float(word.split()[1]) for word in parts.split(" + ")}
@@ -63,7 +63,7 @@ def test_the_parts_of_a_step_add_up_to_it(said):
         assert all(values[part] > 0 for part in ("forward", "backward", "optimizer"))
 
 
-def test_a_reduction_among_the_actions_is_no_waiting():
+def test_reduction_among_actions_is_not_counted_as_waiting():
     times = {"0GATHER0": (0, 1), "0F0": (2, 3), "0B0": (4, 6), "0REDUCE0": (7, 10)}
     spans = [Span(Action.parse(name), *at) for name, at in times.items()]
     executor = SimpleNamespace(spans=spans, started=100.0, ended=111.0)
@@ -80,10 +80,10 @@ def test_a_reduction_among_the_actions_is_no_waiting():
     }
 
 
-def test_calls_and_bytes_are_those_of_the_schedule(said):
+def test_calls_and_bytes_are_those_of_the_schedule(logged_run):
     """Each microbatch sends [batch, seq, hidden] in fp32 once each way; the tied embedding is
     summed over its two owners once a step."""
-    config, lines = said
+    config, lines = logged_run
     at = next(i for i, line in enumerate(lines) if line.startswith("comms"))
     assert "step 2, one rank of each stage" in lines[at]
     table = {}
@@ -103,8 +103,8 @@ def test_calls_and_bytes_are_those_of_the_schedule(said):
         assert (ranks, calls) == (2, 1) and size == pytest.approx(embedding, rel=1e-3)
 
 
-def test_flops_are_our_own_count_and_say_so(said):
-    config, lines = said
+def test_flops_are_our_own_count_and_say_so(logged_run):
+    config, lines = logged_run
     (line,) = (line for line in lines if line.startswith("flops"))
     assert "parallel3d's own count" in line and "TFLOP/s per device" in line
     per_token = float(re.search(r"([\d.]+) MFLOP", line)[1]) * 1e6

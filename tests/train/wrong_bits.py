@@ -162,7 +162,7 @@ class Planted:
 
             self.until.enter_context(module.register_forward_pre_hook(spoil))
             return
-        own = Counter()  # of fp32 weights, the part that is the master's memory
+        own = Counter()  # the part of fp32 weights that is the master's memory
         for piece in (piece for pieces in engine.states.blocks for piece in pieces):
             own[piece.held.name, piece.start] = piece.numel
         others = [
@@ -269,14 +269,14 @@ def noise_of_gradients(trainer, recomputation):
 
 
 def on_rank(rank, case, kinds, faults, clean, seed):
-    """For each planted fault its kind, culprit, place, noise and bit; and what the check said."""
+    """For each planted fault its kind, culprit, place, noise and bit; and the check's message."""
     trainer = Trainer(case)
     recomputation = Recomputation(trainer.config, trainer.mesh, trainer.parts)
     alarms = []
     rows = []
     for step in range(max(clean, 2)):
-        said = take_step(trainer, recomputation, step)
-        alarms += [said] if said else []
+        message = take_step(trainer, recomputation, step)
+        alarms += [message] if message else []
     saved = snapshot(trainer.engine.states)
     draw = random.Random(seed)
     for kind in kinds:
@@ -288,7 +288,7 @@ def on_rank(rank, case, kinds, faults, clean, seed):
             planted = None
             if rank == culprit:
                 planted = Planted(trainer, recomputation, kind, bit, own_seed)
-            said = take_step(trainer, recomputation, number, planted)
+            message = take_step(trainer, recomputation, number, planted)
             where = planted and planted.where
             is_noise = False
             if kind == "reduce":
@@ -296,20 +296,20 @@ def on_rank(rank, case, kinds, faults, clean, seed):
                 is_noise = bool(planted and planted.change <= noise[planted.piece])
             about = where, is_noise, recomputation._number
             every = recomputation._mesh.messages.gather_texts(repr(about if planted else None))
-            rows.append((kind, part, culprit, next(a for a in every if a != "None"), said))
+            rows.append((kind, part, culprit, next(a for a in every if a != "None"), message))
             restore(trainer.engine.states, saved)
     trainer.close()
     return alarms, rows
 
 
-def is_named(kind, culprit, where, number, said):
+def is_named(kind, culprit, where, number, message):
     """True if the check names the rank alone, the layer or weight, and the microbatch."""
-    ranks = {int(rank) for rank in re.findall(r"rank (\d+) on", said)}
+    ranks = {int(rank) for rank in re.findall(r"rank (\d+) on", message)}
     if ranks != {culprit}:
         return False
     if kind in ("reduce", "optimizer"):
-        return f"of {where}" in said
-    return f"layer {where}, microbatch {number}:" in said
+        return f"of {where}" in message
+    return f"layer {where}, microbatch {number}:" in message
 
 
 def campaign(mesh, zero_stage, faults, clean=2, seed=0, kinds=KINDS, **more):
@@ -320,13 +320,13 @@ def campaign(mesh, zero_stage, faults, clean=2, seed=0, kinds=KINDS, **more):
     alarms, rows = ranks[0]
     assert all(other == ranks[0] for other in ranks), "ranks disagree"
     results = []
-    for kind, part, culprit, about, said in rows:
+    for kind, part, culprit, about, message in rows:
         where, is_noise, number = eval(about)
-        result = "named" if is_named(kind, culprit, where, number, said) else "missed"
+        result = "named" if is_named(kind, culprit, where, number, message) else "missed"
         assert where, (kind, part, culprit)
-        if is_noise and not said:
+        if is_noise and not message:
             result = "noise"
-        results.append((kind, part, result, f"rank {culprit}, {where}, {number}: {said}"))
+        results.append((kind, part, result, f"rank {culprit}, {where}, {number}: {message}"))
     return results, alarms
 
 
