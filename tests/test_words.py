@@ -19,32 +19,13 @@ TEST_NAME = re.compile(
 )
 VAGUE_NAMES = {"found", "said", "got"}
 TRAILING = re.compile(r"#:? ?(of|its|as|what)\b", re.IGNORECASE)
-# The folders of tests/ whose names and comments are checked, beside the files in tests/ itself.
-TEST_FOLDERS = [
-    "base",
-    "benchmarks",
-    "calibrate",
-    "checkpoint",
-    "config",
-    "data",
-    "doctor",
-    "engine",
-    "gpu",
-    "hosts",
-    "train",
-]
 MODULES = sorted(
     path
     for folder in ("parallel3d", "models", "launch")
     for path in (ROOT / folder).rglob("*.py")
     if not (folder == "parallel3d" and path.relative_to(ROOT).parts[1] in ("models", "launch"))
 )
-TESTS = sorted(
-    [
-        *(ROOT / "tests").glob("*.py"),
-        *(path for folder in TEST_FOLDERS for path in (ROOT / "tests" / folder).rglob("*.py")),
-    ]
-)
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -120,7 +101,7 @@ def bad_comments(path: Path) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize(
     "places, paths",
-    [(bad_names, TESTS), (bad_comments, TESTS + BENCHMARKS)],
+    [(bad_names, TESTS), (bad_comments, MODULES + TESTS + BENCHMARKS)],
     ids=["names", "comments"],
 )
 def test_names_of_tests_and_trailing_comments_are_plain(places, paths):

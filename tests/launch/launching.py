@@ -176,7 +176,7 @@ def _run_command(words, folder, log, variables, disturb):
 
 def become(words, folder, log, variables):
     """Give this forked process a command's words, folder, environment and output."""
-    gc.freeze()  # as `run_locally` does
+    gc.freeze()  # `run_locally` freezes, too
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)

@@ -87,7 +87,7 @@ def test_failed_check_exits_with_1_and_leaves_no_folder(run, command, tmp_path, 
         ),
     ],
 )
-def test_a_wrong_input_is_2(words, message, run, command):
+def test_wrong_input_exits_with_2(words, message, run, command):
     code, printed, errors = command(*(word.format(run=run) for word in words))
     assert (code, printed) == (BAD_INPUT, "")
     assert message in errors and "Traceback" not in errors

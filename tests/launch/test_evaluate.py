@@ -44,7 +44,7 @@ def test_standard_output_has_only_the_numbers(place, launcher):
     assert report["sets"]["held_out"]["loss"] == (loss if alone else pytest.approx(loss, rel=1e-6))
 
 
-def test_a_wrong_input_is_2(place):
+def test_wrong_input_exits_with_2(place):
     done = subprocess.run(
         [*PYTHON, EVALUATE, "runs/none"],
         cwd=place.root,

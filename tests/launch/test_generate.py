@@ -92,7 +92,7 @@ def test_text_beyond_the_context_is_refused(place, command):
         (["{place}/out", "--prompt", "", "--temperature", "0"], "--temperature = 0: must be above"),
     ],
 )
-def test_a_wrong_input_is_2(words, message, place, command):
+def test_wrong_input_exits_with_2(words, message, place, command):
     code, printed, errors = command(*(word.format(place=place) for word in words))
     assert (code, printed) == (BAD_INPUT, "")
     assert message in errors and "Traceback" not in errors

@@ -87,7 +87,7 @@ def test_command_of_a_page_runs(command, place):
     if command.startswith("touch "):  # for a run that trains; left there it would stop the next one
         (place / command.split()[1]).unlink()
     readme = (ROOT / "README.md").read_text()
-    if f"$ {command}\n" in readme:  # what it prints stands below it
+    if f"$ {command}\n" in readme:  # the output stands below it
         shown = readme.split(f"$ {command}\n")[1].split("\n\n")[0].splitlines()
         assert len(shown) >= 3
         for line in shown:

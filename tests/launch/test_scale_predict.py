@@ -74,7 +74,7 @@ def test_forecast_is_registered_once_and_compared_with_its_run(scaled, fitted, t
         (line,) = json.loads(out)["diagnostics"]["forecasts"]
         assert (line["held"], line["row"], line["loss"]) == (held, "line 32", truth)
         assert line["error"] == pytest.approx(made["loss"] / truth - 1)
-        fit = json.loads(out)  # of the others alone
+        fit = json.loads(out)  # to the other runs alone
         assert fit["points"] == len(runs) and fit["parameters"] == report["parameters"]
         assert fit["dropped"][-1] == {
             "row": "line 32",

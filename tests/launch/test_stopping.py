@@ -16,7 +16,7 @@ from tests.launch.launching import Place
 pytestmark = pytest.mark.drill
 
 STOPPED = 3
-SECONDS = 8.0  # what "a few seconds" are on a machine that is busy with other tests
+SECONDS = 8.0  # "a few seconds", on a machine that is busy with other tests
 
 
 @pytest.fixture(scope="module")

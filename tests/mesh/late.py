@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 
-READS = {"_local_scalar_dense", "_to_copy", "copy_"}  # what the host waits for
+READS = {"_local_scalar_dense", "_to_copy", "copy_"}  # the host waits for these
 
 
 class LateDevice(TorchDispatchMode):

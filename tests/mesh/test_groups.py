@@ -107,7 +107,7 @@ def test_nccl_splits_an_axis_in_one_collective(nccl):
         assert everyone == sorted(expected.flatten().tolist())
         # Without one of its own torch gives a group that is split off 10 minutes.
         assert options["timeout"] == options["pg_options"]._timeout == START
-        urgent = desc in ("pp", "pp backward", "dp", "tp")  # what others wait for goes first
+        urgent = desc in ("pp", "pp backward", "dp", "tp")  # others wait for these
         assert options["pg_options"].is_high_priority_stream == urgent
     assert splits["pp"][0][1] == splits["pp backward"][0][1] == grid.flatten(1).t().tolist()
     assert splits["ends"][0][1] == grid[[0, -1]].flatten(1).t().tolist()

@@ -24,7 +24,7 @@ def last_words(rank, folder):
     if rank == 1:
         meet = join.meet
 
-        def slow(*args):  # what a busy machine does to a rank
+        def slow(*args):  # a rank on a busy machine
             store = meet(*args)
             time.sleep(0.3)
             return store

@@ -67,7 +67,7 @@ def test_number_of_store_operations_does_not_grow_with_the_world(sizes, rank, mo
         {join._START: b"", "arbiter": b"[]", "ranks that know their interface": b"%d" % world}
     )
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)  # as `meet` does
+        monkeypatch.setenv(name, value)  # `meet` sets them, too
     monkeypatch.setattr(join, "meet", lambda launch, patience: store)
     monkeypatch.setattr(join, "choose_backend", lambda device: "fake")
 

@@ -143,7 +143,7 @@ class Layer:
         tensors = [*self.module.parameters(), *self.module.buffers(), self.x, self.tokens]
         self.known = {t.untyped_storage().data_ptr() for t in tensors}
         with Alive(self.known) as first:
-            self.run()  # what stays from the first microbatch on
+            self.run()  # allocates the tensors that stay from then on
             first.tick()
         self.resident = sum(size for _, size, _, _ in first.living.values())
         self.known |= {pointer for *_, pointer in first.living.values()}

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gloo
 
 TOLERANCE = 1e-5
 GAP = 1e-5  # largest distance of two scores at which the choice may differ
-SHIFT = 5e-7  # of the planted near-ties
+SHIFT = 5e-7  # scale of the noise that plants near-ties
 SEQ = 48
 QWEN3 = {"num_key_value_heads": 2, "head_dim": 16, "qk_norm": True, "norm_topk_prob": True}
 MODELS = {
@@ -124,7 +124,7 @@ def errors(ours, loss, expected):
         "loss": abs(loss - expected_loss),
     }
     for name, parameter in ours.named.items():
-        if not name.endswith("score_bias"):  # its gradient is the excess load, by our own rule
+        if not name.endswith("score_bias"):  # by our own rule, its gradient is the excess load
             largest = gradients[name].abs().max()
             differences[name] = float((parameter.grad - gradients[name]).abs().max() / largest)
     return differences

@@ -63,9 +63,9 @@ def _report(visits: list[Visit], curves: StoredCurves, console: Console) -> dict
         f"{sum(of is not None for of in shown.values())} shown by the curve of 100 "
         "training steps (docs/museum.md)"
     )
-    found = [visit.to_dict() | {"curve_shows": shown[visit.name]} for visit in visits]
+    records = [visit.to_dict() | {"curve_shows": shown[visit.name]} for visit in visits]
     kinds = {kind: {"seen": seen, "total": total} for kind, (seen, total) in by_kind.items()}
-    return {"passed": not missed, "exhibits": found, "kinds": kinds}
+    return {"passed": not missed, "exhibits": records, "kinds": kinds}
 
 
 def score(visits: Sequence[Visit]) -> dict[Kind, tuple[int, int]]:

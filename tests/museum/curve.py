@@ -42,7 +42,8 @@ CLIPPING = 1.0
 MICROBATCHES = 2
 BATCH = 16
 OTHER_RUNS = 5
-SAVED_MESH = MeshSizes(tp=2)  # of a run that a resume goes on from: each goes on on another
+# Exhibits of a resume save here and go on on another mesh.
+SAVED_MESH = MeshSizes(tp=2)
 _SCALE_WINDOW = 20  # steps; in the three of verify it has to grow sooner
 
 

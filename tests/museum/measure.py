@@ -46,8 +46,8 @@ def measure(names: Sequence[str], records: dict[str, Any], file: Path, folder: P
         records[visit.name] = {**visit.to_dict(), "hall": title}
         print(records[visit.name], file=sys.stderr, flush=True)
         machine = f"{os.cpu_count()} cores, load average {max(os.getloadavg()):.0f}"
-        found = {"machine": machine, "exhibits": records}
-        replace_text(file, json.dumps(found, indent=1, sort_keys=True, allow_nan=False) + "\n")
+        measured = {"machine": machine, "exhibits": records}
+        replace_text(file, json.dumps(measured, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
 def draw(halls: dict[str, str], folder: Path, anew: bool) -> None:

@@ -8,7 +8,8 @@ from parallel3d.schedule import schedules
 from parallel3d.verify.shrink import drops_out
 from tests.museum.exhibit import Exhibit
 
-Need = Callable[[RunConfig, CompleteConfig], bool]  # of the user's config, and of it in small
+# Takes the user's config and the small config made of it.
+Need = Callable[[RunConfig, CompleteConfig], bool]
 
 
 def _model(name: str, value: object = True) -> Need:

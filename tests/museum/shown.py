@@ -57,8 +57,8 @@ def mark_of(curve: Curve, right: Sequence[Curve]) -> Mark:
 
 def stored() -> StoredCurves:
     """The measured curves: `right` by hall, the exhibits' seed first, and `exhibits` by name."""
-    found: StoredCurves = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    curves: StoredCurves = json.loads(FILE.read_text(encoding="utf-8"))
+    return curves
 
 
 def mark(name: str, curves: StoredCurves) -> Mark | None:

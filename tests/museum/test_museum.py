@@ -79,7 +79,7 @@ def test_there_are_as_many_as_the_museum_says():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_each_patches_is_there(name):
+def test_patched_names_exist(name):
     """A name that is gone raises AttributeError, other arguments a TypeError (`check_fits`)."""
     with exhibits.load(name).plant():
         pass
@@ -98,11 +98,11 @@ class Patched:
     [
         lambda original, self, lr, *, scale: original(self, lr, scale=scale),  # one is new
         lambda original, self, lr, is_kept, step, *, scale: None,  # one is gone
-        lambda original, self, lr, is_kept=None: None,  # its keyword is new
+        lambda original, self, lr, is_kept=None: None,  # the keyword is new
         lambda original, self, lr, is_kept, *, scale: None,  # a default is new
     ],
 )
-def test_a_patch_that_no_longer_fits_is_not_planted(wrong):
+def test_patch_that_no_longer_fits_is_not_planted(wrong):
     with pytest.raises(TypeError, match=r"the patch of Patched\.step does not fit its arguments"):
         wrapped(Patched, "step", wrong)
     with pytest.raises(TypeError, match="does not fit"):
@@ -118,7 +118,7 @@ def test_a_patch_that_no_longer_fits_is_not_planted(wrong):
         ("parallel3d.base.errors.TrainingError: the loss is nan", True, False),
     ],
 )
-def test_a_patch_that_raises_shows_nothing(last, seen, raised, halls, monkeypatch):
+def test_patch_that_raises_shows_nothing(last, seen, raised, halls, monkeypatch):
     def fails(*args, **kwargs):
         raise RankFailed(f"rank 0 of 1: Traceback (most recent call last):\n  ...\n{last}\n")
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gloo
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_is_the_one_that_is_generated():
+def test_page_is_up_to_date():
     measured = json.loads((DOCS / "museum.json").read_text())
     assert measured["exhibits"].keys() == set(exhibits.names())
     assert all(record["seen"] for record in measured["exhibits"].values())
@@ -43,24 +43,24 @@ def test_the_page_is_the_one_that_is_generated():
         ([None], True, 9),
     ],
 )
-def test_a_curve_shows_what_right_runs_of_other_seeds_do_not(curve, shows, tenth):
+def test_curve_is_compared_with_right_runs_of_other_seeds(curve, shows, tenth):
     right = [[2.9] * PARTS, [3.1] * PARTS, [3.0] * PARTS]
-    found = mark_of(tuple(curve), right)
-    assert found.shows == shows
-    assert tenth is None or found.tenth == tenth
+    result = mark_of(tuple(curve), right)
+    assert result.shows == shows
+    assert tenth is None or result.tenth == tenth
 
 
-def test_the_stored_curves_are_those_of_halls_without_a_false_alarm():
+def test_stored_curves_come_from_halls_without_a_false_alarm():
     """A right run of the exhibits' seed shows nothing; a bug that ruins training is shown."""
     curves = stored()
     for title, (own, *others) in curves["right"].items():
         assert len(others) == OTHER_RUNS and len(own) == PARTS, title
         assert not mark_of(tuple(own), others).shows, title
-    found = [mark(name, curves) for name in ("read_before_it_arrived", "evaluated_with_dropout")]
-    assert [one.shows for one in found] == [True, False]
+    marks = [mark(name, curves) for name in ("read_before_it_arrived", "evaluated_with_dropout")]
+    assert [one.shows for one in marks] == [True, False]
 
 
-def test_the_table_has_eighty_columns_and_a_miss_fails(monkeypatch, tmp_path):
+def test_table_has_eighty_columns_and_a_miss_fails(monkeypatch, tmp_path):
     names = exhibits.names()
     visits = [Visit(name, "resume: order of samples", 2e-3, 123.4) for name in names]
     visits += [Visit(names[0]), Visit(names[0], not_held="fewer key/value heads than tp")]
@@ -86,7 +86,7 @@ def test_the_table_has_eighty_columns_and_a_miss_fails(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_curve_that_goes_on_on_another_mesh_is_the_unbroken_one(tmp_path):
+def test_curve_resumed_on_another_mesh_equals_the_unbroken_one(tmp_path):
     """So what an exhibit of a resume shows is the exhibit's."""
     config = hall("gpt")
     saved = tmp_path / "saved"

@@ -137,8 +137,8 @@ class Hall:
             return found("", 0.0)
         # What has no reference comes first: where samples or masks are wrong, the loss is, too.
         by = next((k for k in WORDS if k in beyond), max(beyond, key=lambda k: beyond[k]))
-        said = WORDS.get(by, by.replace("_", " "))
-        return found(f"resume: {said}" if resumes else said, beyond[by], beyond)
+        words = WORDS.get(by, by.replace("_", " "))
+        return found(f"resume: {words}" if resumes else words, beyond[by], beyond)
 
     def _planted(self, name: str, mesh: MeshSizes, long: bool) -> tuple[CompleteConfig, Reference]:
         """Return the config and reference of a library with an exhibit in it.

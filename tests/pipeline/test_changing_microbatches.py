@@ -15,7 +15,7 @@ from tests.verify.measuring import differences, errors_of
 
 pytestmark = pytest.mark.gloo
 
-COUNTS = 4, 2, 6, 4  # of each step
+COUNTS = 4, 2, 6, 4  # microbatches in each step
 MICRO = 2
 CASES = [
     Case(mesh=(2, 1, 1), microbatches=4, batch=8, **settings)

@@ -166,7 +166,7 @@ def test_against_one_process(name, pp, few):
             split = splits_backward(case.schedule)
             assert holds["held"] == at_most, where
             assert holds["outputs"] == at_most or (split and holds["outputs"] <= at_most), where
-            if case.microbatches == LIKE_NCCL:  # what was sent goes when its gradient is there
+            if case.microbatches == LIKE_NCCL:  # a sent output goes when its gradient is there
                 assert holds["sent"] <= at_most, where
             assert holds["inputs"] <= at_most + 1, where  # one more, which its F has not taken yet
             assert evaluator_holds["outputs"] <= case.stages_per_rank, where

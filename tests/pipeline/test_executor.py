@@ -119,7 +119,7 @@ def test_executed_actions_equal_the_program(case):
         for action, held in zip(program, alive, strict=True):
             if action.op is Op.F:
                 between = between | {action[1:]}
-            elif action.op in (Op.B, Op.I):  # what W needs is no longer autograd's
+            elif action.op in (Op.B, Op.I):  # autograd no longer holds the needs of W
                 between = between - {action[1:]}
             assert held == (between, between), action
         if not splits_backward(case.schedule):

@@ -293,7 +293,7 @@ def skip_on_rank(rank, cases):
     return results
 
 
-def test_a_skipped_step_moves_no_bias():
+def test_skipped_step_moves_no_bias():
     """Neither a refused step nor one that overflows, nor do their tokens count in the next one."""
     refused = case_of((1, 1, 1), model=SIGMOID, zero_stage=1)
     scale = {"fp16.initial_scale_power": 10}

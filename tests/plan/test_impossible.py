@@ -58,7 +58,7 @@ def test_impossible_sizes_are_refused_quickly(settings, words):
 
 
 @pytest.mark.parametrize("heads", ["1000000007", "999999999989"])
-def test_a_search_for_divisors_ends(heads):
+def test_search_for_divisors_ends(heads):
     start = time.process_time()
     with pytest.raises(ConfigError, match="does not divide hidden_size"):
         config(f"{MODEL}num_attention_heads", heads, f"{MODEL}hidden_size", "1000000000000")

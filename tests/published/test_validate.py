@@ -265,7 +265,7 @@ def test_zero3_collapses_at_a_fixed_batch_as_published() -> None:
 
 
 @pytest.mark.slow
-def test_the_docs_show_what_the_command_prints() -> None:
+def test_docs_show_what_the_command_prints() -> None:
     """docs/planner/validation.md: python -m benchmarks.published TABLE.csv --markdown."""
     if not SHARED.exists():
         pytest.skip(f"{SHARED} is not there")

@@ -17,7 +17,7 @@ def test_every_program_is_found_by_its_own_name_in_any_spelling() -> None:
         ("torchtitan (FSDP2)", programs.FSDP2),
         ("NeMo 24.07", programs.NEMO),
         ("Megatron Core r0.8", programs.MEGATRON_CORE),
-        ("Megatron-LM", None),  # of 2021, or on Megatron-Core?
+        ("Megatron-LM", None),  # the one of 2021, or on Megatron-Core?
         ("DeepSpeed ZeRO-3", None),
     ):
         assert programs.named(text) is program

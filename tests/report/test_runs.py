@@ -122,7 +122,7 @@ def test_measurements_are_those_of_the_newest_launch(tmp_path):
         line["tokens_per_second"] = 7.0 if line["step"] == 6 else 50.0  # 6: it also warms up
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert runs.read(folder).measured("tokens_per_second") == 50.0
-    (folder / "events.jsonl").unlink()  # of an older version
+    (folder / "events.jsonl").unlink()  # an older version wrote none
     run = runs.read(folder)
     assert run.measured("mfu") != run.measured("mfu"), "no step has it"
     assert run.measured("tokens_per_second") == 50.0 and run.restarts() == run.memory() == []

@@ -35,7 +35,7 @@ def test_slope_equals_the_power():
     (layer,) = check.layers
     assert layer.slopes == pytest.approx({"start": 0, "trained": 0.05, "change": -0.25}, abs=1e-12)
     assert layer.slope == pytest.approx(-0.25) and not layer.flat and not check.passed
-    assert layer.sizes["start"] == pytest.approx([3**0.5] * 3)  # of two seeds the geometric mean
+    assert layer.sizes["start"] == pytest.approx([3**0.5] * 3)  # geometric mean of two seeds
 
 
 def seeds_with(*powers):
@@ -49,7 +49,7 @@ def test_standard_errors_come_from_the_seeds():
     noisy = fit_slopes(seeds_with(0.02, 0.12, 0.22))
     assert noisy.layers[0].errors["change"] == pytest.approx(0.1 / 3**0.5)
     assert not noisy.passed and noisy.seeds == 3
-    assert isnan(fit_slopes(seeds_with(0.12)).layers[0].errors["change"])  # of one seed
+    assert isnan(fit_slopes(seeds_with(0.12)).layers[0].errors["change"])  # one seed has none
 
 
 def test_logits_are_judged_by_their_change():

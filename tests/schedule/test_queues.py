@@ -34,7 +34,7 @@ def stuck(schedule: Schedule, mode: str, synchronise: bool = False) -> list[Acti
     for program in schedule.programs:
         last_of: dict[object, Action] = {}  # in each queue
         since: list[Action] = []  # since the host last waited
-        waited: list[Action] = []  # what it waited for then
+        waited: list[Action] = []  # the actions that it waited for then
         received: set[Action] = set()
         for action in program:
             transfer = action.other_end if action.is_receive else action

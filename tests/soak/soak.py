@@ -28,7 +28,7 @@ from tests.soak.plant import SAVE
 BLOCK = 4  # steps from fault to fault
 STOPPED = 3
 PEACEFUL = 3600  # seconds for many steps without a fault
-TOLERANCE = 1e-5  # of weights where the mesh changed
+TOLERANCE = 1e-5  # relative error of weights where the mesh changed
 
 
 def soak_config(root):

@@ -20,7 +20,7 @@ def check(soak, with_one_mesh=True):
 
 
 @pytest.mark.slow
-def test_a_sample(tmp_path):
+def test_sample_of_faults(tmp_path):
     """Two that nothing else would notice: a rank with other settings, and a wrong token."""
     kinds = ["config drift", "corpus shard flipped"]
     check(Soak(tmp_path / "soak", 2, 5, kinds), with_one_mesh=False)

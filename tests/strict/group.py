@@ -13,7 +13,7 @@ from parallel3d.mesh.groups import join_one_of
 from tests.strict.communicator import DATA, NAME, Communicator
 from tests.strict.operation import Handle, Operation, describe, on_host
 
-_Base: Any = dist.ProcessGroup  # as torch calls it from Python, not as its stubs have it
+_Base: Any = dist.ProcessGroup  # the stubs miss how torch calls it from Python
 
 
 class StrictGroup(_Base):  # type: ignore[misc]  # Any, see above
@@ -228,7 +228,8 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, see above
             copies=copies,
         )
         handle = self.queue.post(operation)
-        handle.tensors = [*inputs, *outputs]  # as torch's handles of NCCL do, except for transfers
+        # So do torch's handles of NCCL, except for transfers.
+        handle.tensors = [*inputs, *outputs]
         return handle
 
     def _scattered(

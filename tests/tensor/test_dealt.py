@@ -81,15 +81,15 @@ def attention_on_rank(rank, window, with_sinks):
         here = [x.clone().requires_grad_() for x in parts[:3]]
         with Traffic(mesh) as traffic:
             y = run(*here)
-            got = [y, *torch.autograd.grad(y, here + every[3:], parts[3])]
+            computed = [y, *torch.autograd.grad(y, here + every[3:], parts[3])]
         if with_sinks:  # each rank has the gradient of its own queries
-            total = got.pop()
+            total = computed.pop()
             dist.all_reduce(total, group=cp.group)
-            got = [*got, total]
+            computed = [*computed, total]
             want = [*wanted, of_sinks]
         else:
             want = wanted
-        errors = [float((a - b).detach().abs().max()) for a, b in zip(got, want, strict=True)]
+        errors = [float((a - b).detach().abs().max()) for a, b in zip(computed, want, strict=True)]
         results.append((errors, {c.operation: (c.group, c.calls, c.bytes) for c in traffic.calls}))
     mesh.barrier()
     return results

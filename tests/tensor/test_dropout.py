@@ -75,7 +75,7 @@ def test_masks_agree_and_differ():
     alone += [masks[0, 1]["split"], masks[1, 1]["split"]]
     for a, b in combinations(alone, 2):
         same = sum(x == y for x, y in zip(a, b, strict=True))
-        assert 88 < same < 168  # of 256; five standard deviations around the half
+        assert 88 < same < 168  # half of 256, give or take five standard deviations
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])

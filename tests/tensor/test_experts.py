@@ -81,7 +81,7 @@ def test_tokens_return_to_their_places(group, capacity):
     for token, row in enumerate(chosen.tolist()):
         for place, number in enumerate(row):
             seen[number] += 1
-            if capacity is None or seen[number] <= 3:  # of 12 rows on 4 experts
+            if capacity is None or seen[number] <= 3:  # a quarter of the 12 rows
                 gate, up = experts.gate_up[number] @ x[token]
                 inner = nn.functional.silu(gate) * up
                 expected[token] += weights[token, place] * (experts.down[number] @ inner)

@@ -98,10 +98,10 @@ def share(x, dim, group):
     return x.narrow(dim, start, stop - start)
 
 
-def close(got, want, what, tolerance):
-    assert got.shape == want.shape, (what, got.shape, want.shape)
+def close(result, want, what, tolerance):
+    assert result.shape == want.shape, (what, result.shape, want.shape)
     torch.testing.assert_close(
-        got, want, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}"
+        result, want, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}"
     )
 
 

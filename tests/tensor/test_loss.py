@@ -82,8 +82,8 @@ def check_loss_in_parts(s, group, tolerance):
             loss.backward(grad)
         assert weight.grad.dtype == weight.grad_dtype
         whole = share(x.grad, 1, group) if split else x.grad
-        for what, got, of in (("loss", loss, want), ("input gradient", mine.grad, whole)):
-            close(got, of, f"{what}, {tokens} tokens at a time, split {split}", tolerance)
+        for what, result, of in (("loss", loss, want), ("input gradient", mine.grad, whole)):
+            close(result, of, f"{what}, {tokens} tokens at a time, split {split}", tolerance)
         gradient = weight.grad.to(w.dtype)
         close(gradient, share(w.grad, 0, group), f"weight gradient, {tokens} at a time", tolerance)
 

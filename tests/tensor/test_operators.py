@@ -51,7 +51,7 @@ class Operators(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls):
-        return True  # what is compiled stays so under this mode
+        return True  # compiled code stays compiled under this mode
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function._schema.name.partition("::")[2] not in VIEWS

@@ -30,7 +30,7 @@ BATCH = 2
 SEQ = 8
 SIZE = 6
 HEAD = 4
-SECONDS = 0.15  # of each product and each collective
+SECONDS = 0.15  # duration of each product and each collective
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 DELAYS = ",".join(f"{kind}={SECONDS}" for kind in KINDS)
 

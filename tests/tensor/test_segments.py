@@ -47,7 +47,7 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * 18, [0] * 24])
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_it_is_attention_with_a_mask(kv_heads):
+def test_segments_equal_attention_with_a_mask(kv_heads):
     torch.manual_seed(0)
     like = {"dtype": torch.float64, "requires_grad": True}
     q, k, v = (torch.randn(2, heads, 24, 8, **like) for heads in (4, kv_heads, kv_heads))
@@ -55,12 +55,12 @@ def test_it_is_attention_with_a_mask(kv_heads):
     output = attend_documents(q, k, v, Segments.of(DOCUMENTS), 0.0)
     expected = with_a_mask(q, k, v, DOCUMENTS)
     torch.testing.assert_close(output, expected)
-    for got, want in zip(
+    for gradient, want in zip(
         torch.autograd.grad(output, (q, k, v), grad),
         torch.autograd.grad(expected, (q, k, v), grad),
         strict=True,
     ):
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(gradient, want)
 
 
 def test_additional_document_is_detected():
@@ -102,9 +102,9 @@ def test_kernel_of_torch_receives_its_arguments(monkeypatch):
         y.backward(torch.empty_like(y))
     assert y.shape == (2, 24, 4, 8)
     statistics = 4 * 4 * 48  # a logsumexp of each head and token
-    generator = 16  # of no dropout
+    generator = 16  # saved for dropout, though there is none
     assert kept == 2 * sum(t.numel() for t in (q, k, v, y)) + statistics + generator
-    assert documents_module._kernel() is not None  # of this torch
+    assert documents_module._kernel() is not None  # this torch has one
 
 
 def test_kernel_is_used_only_in_half_precision_on_a_gpu():

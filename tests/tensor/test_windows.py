@@ -37,7 +37,7 @@ def with_a_mask(q, k, v, documents, window, sinks):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_it_is_attention_with_a_mask(window):
+def test_window_equals_attention_with_a_mask(window):
     torch.manual_seed(0)
     like = {"dtype": torch.float64, "requires_grad": True}
     for kv_heads, isolated, has_sinks in product((2, 4), (False, True), (False, True)):
@@ -50,12 +50,12 @@ def test_it_is_attention_with_a_mask(window):
         torch.testing.assert_close(output, expected)
         inputs = [t for t in (q, k, v, sinks) if t is not None]
         upstream = torch.randn_like(output)
-        for got, want in zip(
+        for gradient, want in zip(
             torch.autograd.grad(output, inputs, upstream),
             torch.autograd.grad(expected, inputs, upstream),
             strict=True,
         ):
-            torch.testing.assert_close(got, want)
+            torch.testing.assert_close(gradient, want)
 
 
 def test_window_wider_by_one_is_detected():

@@ -98,19 +98,19 @@ def train_and_compare(rank: int, config: RunConfig, reference: Reference) -> Dif
     torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
     with swapping_small_tensors(2 * BLOCK):
         parts = assemble(config, mesh, seed=SEED)
-        found = differences(parts, config, train(parts, config, mesh), reference)
+        errors = differences(parts, config, train(parts, config, mesh), reference)
     mesh.barrier()
     parts.engine.close()
-    return found
+    return errors
 
 
 def train_each(rank: int, jobs: Iterable[tuple[RunConfig, Reference]]) -> list[Differences]:
     """Train one after another on one rank, and compare each with its reference."""
-    found = []
+    errors = []
     for config, reference in jobs:
         number_anew()
-        found.append(train_and_compare(rank, config, reference))
-    return found
+        errors.append(train_and_compare(rank, config, reference))
+    return errors
 
 
 def differences(

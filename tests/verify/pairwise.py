@@ -12,16 +12,16 @@ def pairs(row):
 def possible_pairs(settings, valid, tries=300, seed=0):
     """Every pair for which a valid row was found, with such rows."""
     rng = random.Random(seed)
-    found = {}
+    examples = {}
     for (a, xs), (b, ys) in combinations(settings.items(), 2):
         for x in xs:
             for y in ys:
                 for _ in range(tries):
                     row = draw(settings, rng) | {a: x, b: y}
                     if valid(row):
-                        found[frozenset([(a, x), (b, y)])] = row
+                        examples[frozenset([(a, x), (b, y)])] = row
                         break
-    return found
+    return examples
 
 
 def draw(settings, rng):

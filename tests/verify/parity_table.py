@@ -75,8 +75,8 @@ def _table(measured, meshes, columns, heads, column_of):
     for mesh in meshes:
         cells = []
         for column in columns:
-            found = [e for row, e in measured if row["mesh"] == mesh and column_of(row) == column]
-            cells.append(_cell(found) if found else "–")
+            own = [e for row, e in measured if row["mesh"] == mesh and column_of(row) == column]
+            cells.append(_cell(own) if own else "–")
         lines.append(f"| {str(mesh).replace('x', '×')} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -22,21 +22,21 @@ def config(family="gpt", mup=None, mesh=(1, 1, 1), zero=1, lr=3e-3):
 
 
 def checked(*args, widths, seeds=1, steps=3, **settings):
-    said = []
-    found = check_coordinates(
-        config(*args, **settings), widths=widths, seeds=seeds, steps=steps, say=said.append
+    lines = []
+    check = check_coordinates(
+        config(*args, **settings), widths=widths, seeds=seeds, steps=steps, say=lines.append
     )
-    assert len(said) == len(widths)
-    return found
+    assert len(lines) == len(widths)
+    return check
 
 
 def test_standard_fails_and_names_where():
-    found = checked("gpt", widths=WIDTHS, steps=2)
-    names = [layer.name for layer in found.layers]
+    check = checked("gpt", widths=WIDTHS, steps=2)
+    names = [layer.name for layer in check.layers]
     inner = ("attention.qkv", "attention.core", "attention.output", "mlp.up", "mlp.down")
     blocks = [f"blocks.{i}{'.' + n if n else ''}" for i in range(2) for n in (*inner, "")]
     assert names == ["embedding", *blocks, "head.output"]
-    assert not found.passed and not next(la for la in found.layers if la.name == "head.output").flat
+    assert not check.passed and not next(la for la in check.layers if la.name == "head.output").flat
 
 
 def test_each_width_is_trained_with_each_seed(monkeypatch):
@@ -51,17 +51,17 @@ def test_each_width_is_trained_with_each_seed(monkeypatch):
 
     monkeypatch.setattr(coordinate_check, "run_locally", sizes)
     monkeypatch.setattr(coordinate_check, "compile_operators", lambda config: None)
-    said = []
-    found = check_coordinates(config(), widths=WIDTHS, seeds=4, steps=1, say=said.append)
-    assert found.passed and found.seeds == 4 and len(said) == len(WIDTHS)
+    lines = []
+    check = check_coordinates(config(), widths=WIDTHS, seeds=4, steps=1, say=lines.append)
+    assert check.passed and check.seeds == 4 and len(lines) == len(WIDTHS)
     assert looks == [(width, seed) for width in WIDTHS for seed in range(4)]
 
 
 @pytest.mark.slow
 def test_mup_is_flat():
-    found = checked("gpt", MUP, widths=(64, 128, 256, 512), seeds=1, steps=5, lr=4e-3)
-    print({layer.name: round(layer.slope, 3) for layer in found.layers})
-    assert found.passed
+    check = checked("gpt", MUP, widths=(64, 128, 256, 512), seeds=1, steps=5, lr=4e-3)
+    print({layer.name: round(layer.slope, 3) for layer in check.layers})
+    assert check.passed
 
 
 @pytest.fixture(scope="module")

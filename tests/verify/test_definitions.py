@@ -29,7 +29,7 @@ SCHEDULES = [
 ]
 
 
-def test_they_owe_the_library_nothing():
+def test_definitions_import_nothing_of_the_library():
     """Whatever they imported from it would be a mistake that both sides share."""
     tree = ast.parse(Path(definitions.__file__).read_text())
     for_types = [node for node in tree.body if ast.unparse(node).startswith("if TYPE_CHECKING")]
@@ -51,7 +51,7 @@ def test_learning_rates(schedule):
 
 
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 300, 5000])
-def test_the_order_of_samples(count):
+def test_order_of_samples(count):
     indices = np.arange(min(3 * count, 1500))
     for seed in (0, 2**63 - 1):
         expected = sample_index(seed, indices, count).tolist()
@@ -59,7 +59,7 @@ def test_the_order_of_samples(count):
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (0.5, 0.5), (0.7, 0.2, 0.1), (3, 1), (0.37, 0.63)])
-def test_the_order_of_a_mixture(weights):
+def test_order_of_a_mixture(weights):
     mixing = Mixing(weights)
     shares = definitions.shares_of(weights)
     assert shares == mixing.shares.tolist()
@@ -69,7 +69,7 @@ def test_the_order_of_a_mixture(weights):
     )
 
 
-def test_a_document_owns_its_end():
+def test_document_owns_its_end():
     tokens = torch.tensor([[1, 9, 2, 9, 9, 3], [9, 1, 1, 1, 9, 9]])
     right = [[0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 2]]
     assert definitions.documents_of(tokens, 9).tolist() == right

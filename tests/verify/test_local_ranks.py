@@ -26,26 +26,26 @@ def what_the_server_asked(rank):
     return asking.ASKED, asking.TOLD
 
 
-def test_the_server_asks_for_no_gpu():
+def test_server_asks_for_no_gpu():
     assert local_ranks.PRELOAD[0] == asking.__name__
     assert run_locally(what_the_server_asked, 1) == [([], "cpu")]
 
 
 def one_dies(rank):
     if rank == 1:
-        time.sleep(0.2)  # what it was is heard after what its peer says of it
+        time.sleep(0.2)  # the peer's lost connection is heard before this death
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError("Connection closed by peer [127.0.0.1]:39306")
 
 
-def test_a_rank_that_died_is_named_and_not_the_one_that_lost_it():
+def test_rank_that_died_is_named_and_not_its_peer():
     """Seen: a crash within gloo, told as another rank's lost connection."""
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 died with exit code -9$"):
         run_locally(one_dies, 2)
 
 
 @pytest.mark.slow
-def test_nor_does_it_where_there_are_eight(monkeypatch):
+def test_server_asks_for_no_gpu_where_there_are_eight(monkeypatch):
     """Everything that is preloaded, on a torch that would say that there are."""
     with monkeypatch.context() as gpus:
         gpus.setenv("DS_ACCELERATOR", "")  # so that what is set here is undone

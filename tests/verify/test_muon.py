@@ -84,12 +84,12 @@ FEW = [
 
 
 @pytest.mark.parametrize(("mesh", "model", "zero", "offload", "params", "settings"), FEW)
-def test_what_interacts(mesh, model, zero, offload, params, settings, case):
+def test_interacting_settings(mesh, model, zero, offload, params, settings, case):
     errors = errors_of(case(mesh, model, zero, offload, params, **settings))
     assert errors.within(TOLERANCE["fp32"]), errors
 
 
-def test_it_resumes_on_another_mesh(case, tmp_path):
+def test_muon_resumes_on_another_mesh(case, tmp_path):
     assert errors_of(case((1, 2, 2), "gpt", 1), saves=tmp_path).within(1e-5)
     assert errors_of(case((2, 2, 1), "gpt", 3, "cpu"), resumes=tmp_path).within(1e-5)
 

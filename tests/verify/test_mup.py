@@ -44,8 +44,8 @@ def small(family, mesh, mup=None, *, zero=1, offload="none", **settings):
     raw["parallel3d"]["model"] |= {"parametrization": mup} if mup else {}
     sizes = sizes_of(mesh)
     meshes = (sizes, MeshSizes(tp=4), MeshSizes(pp=4))
-    found = shrink(RunConfig.from_dict(raw), meshes, batch=BATCH)[sizes]
-    raw = found.to_dict()
+    shrunk = shrink(RunConfig.from_dict(raw), meshes, batch=BATCH)[sizes]
+    raw = shrunk.to_dict()
     raw["optimizer"]["params"] |= {"lr": 3e-3, "weight_decay": 1.0}
     raw["parallel3d"]["train"]["steps"] = STEPS
     pp, dp, tp = mesh
@@ -119,11 +119,11 @@ def test_half_precision_follows(precision, plain):
 
 @pytest.mark.parametrize("mup", [SLOW(MUP, id="mup"), pytest.param(DEPTH, id="depth")])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_reference_of_verify_is_told_the_same(family, mup, plain, tmp_path):
+def test_reference_of_verify_trains_alike(family, mup, plain, tmp_path):
     told = plain(family, mup)
     ours = reference_on_batches(small(family, (1, 1, 1), mup), tmp_path)
-    for found, expected in ((ours.losses, told.losses), (ours.grad_norms, told.grad_norms)):
-        assert max(relative(found, expected)) < 1e-6
+    for curve, expected in ((ours.losses, told.losses), (ours.grad_norms, told.grad_norms)):
+        assert max(relative(curve, expected)) < 1e-6
 
 
 def train_each(rank, configs):
@@ -147,10 +147,10 @@ def test_at_base_width_it_is_the_standard_one_bit_for_bit():
     configs = [small("gpt", mesh, {"type": "mup", "base_width": base}) for base in widths]
     ranks = run_locally(train_each, 2, [small("gpt", mesh), *configs])
     standard, *others = map(list, zip(*ranks, strict=True))
-    for base, found in zip(widths, others, strict=True):
+    for base, trained in zip(widths, others, strict=True):
         same = base == width
-        assert (found == standard) == same
-        assert [groups for _, groups in found] == [2 if same else 4] * 2  # on both stages
+        assert (trained == standard) == same
+        assert [groups for _, groups in trained] == [2 if same else 4] * 2  # on both stages
 
 
 def local_fan_in():

@@ -85,16 +85,16 @@ def train_packed(rank, config, expected):
         return feeds[0].training(next(starts))
 
     measuring.microbatches = microbatches
-    found = measuring.train_and_compare(rank, config, expected)
+    errors = measuring.train_and_compare(rank, config, expected)
     feeds[0].close()
-    return found
+    return errors
 
 
 @pytest.mark.parametrize("isolate", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "mesh", [(1, 2, 1), *(pytest.param(m, marks=pytest.mark.slow) for m in ((2, 2, 1), (1, 1, 2)))]
 )
-def test_it_is_that_of_one_process(mesh, isolate, tmp_path):
+def test_packed_training_equals_one_process(mesh, isolate, tmp_path):
     raw = config_of(isolate=isolate, microbatches=2, zero=1)
     raw["parallel3d"]["data"]["packing"] = "best_fit"
     sizes = sizes_of(mesh)
@@ -104,5 +104,5 @@ def test_it_is_that_of_one_process(mesh, isolate, tmp_path):
         course = replace(course, steps=[step._replace(documents=None) for step in course.steps])
     expected = train_reference(config, tmp_path, course)
     ranks = run_locally(train_packed, mesh[0] * mesh[1] * mesh[2], config, expected, timeout=200)
-    found = measuring.errors_of(config, ranks)
-    assert found.within(measure.TOLERANCE["fp32"]), str(found)
+    errors = measuring.errors_of(config, ranks)
+    assert errors.within(measure.TOLERANCE["fp32"]), str(errors)

@@ -169,7 +169,7 @@ CP_EVERY_PAIR = pairwise(
 )
 # Of sixty seeds the least work: few rows on many ranks, with ZeRO-3 or NVMe.
 ROWS = [*pairwise(DEFAULT, can_be, seed=44, wanted=interact), ALL_AXES, *CP_ROWS]
-EVERY_PAIR = pairwise(DEFAULT, can_be, seed=2)  # of the first few seeds the fewest rows
+EVERY_PAIR = pairwise(DEFAULT, can_be, seed=2)  # fewest rows among the first few seeds
 
 
 @pytest.fixture(scope="module")
@@ -189,10 +189,10 @@ def together(request, reference_of, tmp_path_factory):
         folder = tmp_path_factory.mktemp("offloaded")
         jobs = [job_of(row, reference_of, folder) for row in rows]
         results = zip(*run_locally(train_each, ranks, jobs, timeout=220), strict=True)
-        found = [
+        errors = [
             errors_of(config, of_ranks) for (config, _), of_ranks in zip(jobs, results, strict=True)
         ]
-        return list(zip(rows, found, strict=True))
+        return list(zip(rows, errors, strict=True))
 
     def errors(row):
         return next(e for r, e in trained(prod(row["mesh"]), row["offload"]) if r == row)
@@ -259,12 +259,12 @@ def verified(row, folder):
 def measured(request):
     """Collects (row, errors), and writes the table if the command line names a file for it."""
     start = time.monotonic()
-    found = []
-    yield found
-    if (file := request.config.getoption("--parity-table")) and found:
+    rows = []
+    yield rows
+    if (file := request.config.getoption("--parity-table")) and rows:
         page = Path(file)
         kept = by_hand(page.read_text()) if page.exists() else ""
-        page.write_text(markdown(found, time.monotonic() - start) + kept)
+        page.write_text(markdown(rows, time.monotonic() - start) + kept)
 
 
 @pytest.mark.slow

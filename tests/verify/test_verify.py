@@ -107,7 +107,7 @@ def ratio(model):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8, 16])
-def test_the_ratio_of_heads_to_key_value_heads_is_kept(kv_heads):
+def test_ratio_of_heads_to_key_value_heads_is_kept(kv_heads):
     raw = config_of(model="llama")
     raw["parallel3d"]["model"]["num_key_value_heads"] = kv_heads
     config = RunConfig.from_dict(raw)
@@ -139,29 +139,29 @@ def in_this_process(arguments, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "command", [in_this_process, pytest.param(as_a_process, marks=pytest.mark.slow)]
 )
-def test_the_command(command, monkeypatch, capsys):
+def test_command_reports_cases_and_features(command, monkeypatch, capsys):
     asked = ["--config", "ds.json", "--meshes", "1x1x1,2x1x1", "--json"]
-    code, printed, said = command(asked, monkeypatch, capsys)
-    assert code == 0, said
-    found = json.loads(printed)
-    assert found["passed"] and found["tolerance"] == 1e-5
-    assert [(case["mesh"], case["resumed_from"]) for case in found["cases"]] == [
+    code, printed, errors = command(asked, monkeypatch, capsys)
+    assert code == 0, errors
+    report = json.loads(printed)
+    assert report["passed"] and report["tolerance"] == 1e-5
+    assert [(case["mesh"], case["resumed_from"]) for case in report["cases"]] == [
         ("1x1x1", None),
         ("2x1x1", None),
         ("2x1x1", "1x1x1"),
         ("1x1x1", None),
     ]
-    assert [case["sequence_length"] for case in found["cases"]] == [16, 16, 16, 320]
-    for case in found["cases"]:
+    assert [case["sequence_length"] for case in report["cases"]] == [16, 16, 16, 320]
+    for case in report["cases"]:
         assert case.keys() == KEYS_OF_A_CASE
         assert case["beyond"] == {}
         assert 0 < case["weight_error"] < 1e-5
-    assert "2x1x1" in said
-    states = {feature["name"]: feature["state"] for feature in found["features"]}
+    assert "2x1x1" in errors
+    states = {feature["name"]: feature["state"] for feature in report["features"]}
     assert states["train.lr_schedule.type = cosine"] == "proved"
     assert states["held-out losses"] == states["saves while training goes on"] == "proved"
     assert states["bits per byte"] == "tested elsewhere"
-    assert "not proved" in states.values() and "not proved: the model" in said
+    assert "not proved" in states.values() and "not proved: the model" in errors
 
 
 @pytest.mark.parametrize(
@@ -173,21 +173,21 @@ def test_the_command(command, monkeypatch, capsys):
         ("1x1x1,64x64x64", "'64x64x64': needs 262,144 processes"),
     ],
 )
-def test_what_cannot_run_is_refused(meshes, message, monkeypatch, capsys):
+def test_meshes_that_cannot_run_are_refused(meshes, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["verify", "--config", "ds.json", "--meshes", meshes])
     assert launch_verify.main() == 2
     printed = capsys.readouterr()
     assert printed.out == "" and message in printed.err
 
 
-def test_the_museum_has_moved(monkeypatch, capsys):
+def test_museum_option_names_the_new_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["verify", "--museum"])
     with pytest.raises(SystemExit, match="2"):
         launch_verify.main()
     assert "python -m tests.museum" in capsys.readouterr().err
 
 
-def test_a_difference_ends_with_exit_code_1(monkeypatch, capsys):
+def test_difference_ends_with_exit_code_1(monkeypatch, capsys):
     """As if the one process had found a gradient norm that is larger by a ten-thousandth."""
 
     def prepare_a_little_off(config, meshes, folder):
@@ -200,9 +200,9 @@ def test_a_difference_ends_with_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["verify", *arguments, "--zero_optimization.stage", "1"])
     assert launch_verify.main() == 1
     printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert found["passed"] is False
+    report = json.loads(printed.out)
+    assert report["passed"] is False
     # The long case has a reference of its own.
-    assert [case["passed"] for case in found["cases"]] == [False, False, False, True]
-    assert found["cases"][0]["grad_norm_error"] == pytest.approx(1e-4, rel=0.01)
+    assert [case["passed"] for case in report["cases"]] == [False, False, False, True]
+    assert report["cases"][0]["grad_norm_error"] == pytest.approx(1e-4, rel=0.01)
     assert printed.err.count("DIFFERS (grad_norm)") == 3 and "NOT EQUAL" in printed.err

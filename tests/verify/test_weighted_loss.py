@@ -49,8 +49,8 @@ def train_weighted(rank, config, expected):
         masked = batch[1].masked_fill(weights == 0, IGNORED)
         start = config.micro_batch_size * config.num_microbatches * mesh.samples.coord
         own = weights[start:].split(config.micro_batch_size)
-        found = plain((batch[0], masked, batch[2]), config, mesh)
-        return [m._replace(weights=w) for m, w in zip(found, own, strict=False)]
+        batches = plain((batch[0], masked, batch[2]), config, mesh)
+        return [m._replace(weights=w) for m, w in zip(batches, own, strict=False)]
 
     measuring.microbatches = microbatches
     return measuring.train_and_compare(rank, config, expected)
@@ -77,20 +77,20 @@ ALL = [
 
 
 @pytest.mark.parametrize(("mesh", "settings"), ALL, ids=str)
-def test_it_is_that_of_one_batch(mesh, settings, tmp_path):
-    found = errors(mesh, tmp_path, **settings)
-    assert found.within(measure.TOLERANCE["fp32"]), str(found)
+def test_weighted_loss_equals_that_of_one_batch(mesh, settings, tmp_path):
+    differences = errors(mesh, tmp_path, **settings)
+    assert differences.within(measure.TOLERANCE["fp32"]), str(differences)
 
 
 def test_evaluation_weighs_labels_too(tmp_path):
     """With a last batch that is half full, as `verify` runs it."""
     mesh = MeshSizes(dp=2)
     small, reference = prepare(hall("weighted labels"), [mesh], tmp_path)
-    found, _ = checked(small[mesh], reference, CaseTask())
-    assert not found.beyond(measure.TOLERANCE["fp32"]), found
+    differences, _ = checked(small[mesh], reference, CaseTask())
+    assert not differences.beyond(measure.TOLERANCE["fp32"]), differences
 
 
 @pytest.mark.slow
-def test_a_mean_over_all_tokens_is_told_from_it(tmp_path):
-    found = errors((1, 1, 1), tmp_path, course=measuring.plain_course, microbatches=2)
-    assert found.grad_norm > 0.1 and not found.within(measure.TOLERANCE["fp32"])
+def test_mean_over_all_tokens_is_detected(tmp_path):
+    differences = errors((1, 1, 1), tmp_path, course=measuring.plain_course, microbatches=2)
+    assert differences.grad_norm > 0.1 and not differences.within(measure.TOLERANCE["fp32"])

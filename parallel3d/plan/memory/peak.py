@@ -144,7 +144,7 @@ def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool =
     for part in dict.fromkeys(held):
         stage = _stage(s, part, on_cpu)
         saved[part] = stage.saved_bytes
-        if on_cpu:  # its output is counted, and is also the next stage's input
+        if on_cpu:  # the output is counted, and is also the next stage's input
             saved[part] -= stage.hidden_bytes
     if counted:
         each = [saved[part] for part in held]

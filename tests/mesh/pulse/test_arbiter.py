@@ -60,7 +60,7 @@ def test_rank_lost_with_its_sentry_is_dead(play):
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_finished_rank_is_no_loss(play, code):
+def test_finished_rank_is_not_a_loss(play, code):
     play.set(1, state=GONE, left=code)
     play.arbiter.lose(1)
     play.arbiter.lose_store()  # it was the last that kept it
@@ -108,7 +108,7 @@ def test_no_rank_is_accused_if_all_are_stopped(play):
     assert play.run(5) is None
 
 
-def test_traced_rank_is_no_fault(play):
+def test_traced_rank_is_not_a_fault(play):
     play.set(1, state=TRACED)
     assert play.run(1000) is None
 
@@ -123,7 +123,7 @@ def test_time_in_a_debugger_does_not_count_as_delay(play):
     assert 98 <= seconds <= 102 and "rank 0 waited (300 s are allowed)" in text
 
 
-def test_long_computation_is_no_fault(play):
+def test_long_computation_is_not_a_fault(play):
     assert play.run(4000) is None
 
 

@@ -162,7 +162,7 @@ def test_rank_that_cannot_end_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_native_code_holding_the_interpreter_is_no_fault(tmp_path):
+def test_native_code_holding_the_interpreter_is_not_a_fault(tmp_path):
     with started(tmp_path, 3, "hold lock") as ranks:
         assert ranks.codes(15) == [None, None, None]
         assert ranks.printed == [[], [], []]
@@ -170,7 +170,7 @@ def test_native_code_holding_the_interpreter_is_no_fault(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_sentries", [True, False])
-def test_suspended_and_continued_job_is_no_fault(tmp_path, with_sentries):
+def test_suspended_and_continued_job_is_not_a_fault(tmp_path, with_sentries):
     """Ctrl-Z, a scheduler that suspends: all processes, or the ranks alone."""
     with started(tmp_path, 3, stopped=6.0) as ranks:  # they wake one after the other
         processes = [psutil.Process(process.pid) for process in ranks.processes]
@@ -191,7 +191,7 @@ PTRACE_DETACH = 17
 
 
 @pytest.mark.slow
-def test_rank_in_a_debugger_is_no_fault(tmp_path):
+def test_rank_in_a_debugger_is_not_a_fault(tmp_path):
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
     with started(tmp_path, 2, "wait for one") as ranks:

@@ -20,5 +20,5 @@ EXHIBIT = Exhibit(
 @in_place_of(core, "param_groups")
 def plant(original: Any, held: Any, placeholders: Any, weight_decay: float, *args: Any) -> Any:
     """The group without decay decays."""
-    found = original(held, placeholders, weight_decay, *args)
-    return [group | {"weight_decay": weight_decay} for group in found]
+    groups = original(held, placeholders, weight_decay, *args)
+    return [group | {"weight_decay": weight_decay} for group in groups]

@@ -16,6 +16,6 @@ EXHIBIT = Exhibit(
 @in_place_of(RunState, "position_in")
 def plant(original: Any, state: RunState, saved: Any, *rest: Any) -> Any:
     """The next sample's index grows with dp."""
-    found = original(state, saved, *rest)
+    restored = original(state, saved, *rest)
     was = saved["mesh"]["dp"]
-    return replace(found, next_sample=found.next_sample * state._config.mesh.dp // was)
+    return replace(restored, next_sample=restored.next_sample * state._config.mesh.dp // was)

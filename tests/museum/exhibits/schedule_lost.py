@@ -22,8 +22,8 @@ def plant() -> Planted:
         original(states, counters)
 
     def fraction(original: Any, schedule: Any, step: int, num_steps: int) -> float:
-        found: float = original(schedule, max(0, step - begun[0]), num_steps)
-        return found
+        share: float = original(schedule, max(0, step - begun[0]), num_steps)
+        return share
 
     return all_of(
         wrapped(OptimizerStates, "set_counters", set_counters),

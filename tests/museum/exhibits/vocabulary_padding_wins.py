@@ -26,8 +26,8 @@ def plant() -> Planted:
         return F.pad(original(*given), (0, 3 * last))
 
     def gradient(original: Any, *given: Any) -> Any:
-        found = original(*given)
-        return found[:, :-3] if last else found
+        result = original(*given)
+        return result[:, :-3] if last else result
 
     return all_of(
         wrapped(vocab, "vocab_parallel_loss", of_slice),

@@ -168,7 +168,7 @@ def test_more_shards_never_take_more(setting, machine, times):
 
 @few
 @given(settings(), machines)
-def test_a_smaller_micro_batch_never_takes_more(setting, machine):
+def test_smaller_micro_batch_never_takes_more(setting, machine):
     """But where the larger one's logits are so many that they come in parts, which keeps none."""
     larger = setting.but(shape=Shape(2 * setting.shape.batch, setting.shape.seq))
     vocab = -(-setting.layers[-1].cost.vocab // setting.tp)

@@ -206,7 +206,7 @@ def errors_of(mesh, cases):
     pp, dp, tp = mesh
     configs = [config_of(mesh, **case) for case in cases]
     ranks = run_locally(measure, pp * dp * tp, [c.to_dict() for c in configs])
-    fullest = {}  # of the ranks that have one figure
+    fullest = {}  # peak and prediction of the fullest rank
     for i, (config, case) in enumerate(zip(configs, cases, strict=True)):
         planned = per_rank(Setting.from_config(config))
         print(f"\n{pp}x{dp}x{tp} {case}")

@@ -292,7 +292,7 @@ def test_other_settings_of_the_config_are_kept():
     raw["parallel3d"]["pipeline"]["activation_checkpointing"] = "selective"
     chosen, plan = choose(RunConfig.from_dict(raw), 8, machine())
     assert chosen.zero_optimization.stage == 3 and plan.setting.recompute == SELECTIVE
-    assert plan.setting.reduces_once  # as "auto" means at ZeRO-3
+    assert plan.setting.reduces_once  # "auto" means that at ZeRO-3
 
 
 def test_fixed_weights_stay_gathered_as_the_config_says():

@@ -272,7 +272,7 @@ def test_overlap_of_host_and_device_depends_on_their_difference() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("scatters", [False, True])
 @pytest.mark.parametrize("tp", [2, 8])
-def test_a_tp_th_of_an_activation_crosses_nodes(tp, scatters, sequence_parallel) -> None:
+def test_one_tp_th_of_an_activation_crosses_nodes(tp, scatters, sequence_parallel) -> None:
     """Scattered, the other side gathers it by the links; under sequence parallelism it is cut."""
     machine = A100.model_copy(update={"link": link(3e11), "network": link(25e9)})
     raw = config(batch=8, heads=16).to_dict()

@@ -159,7 +159,7 @@ def test_warmup_of_a_trunk_ends_before_the_first_decay(tmp_path):
         for step in range(fork.steps_done):
             assert rate(complete(fork), step) == rate(trunk, step)
     held_out = next(run for run in runs.values() if run.kind == "held-out")
-    assert held_out.config.train.lr_schedule.warmup_steps == 50  # of 1,000, and 950 cool down
+    assert held_out.config.train.lr_schedule.warmup_steps == 50  # then 950 of the 1,000 cool down
 
 
 def test_size_may_have_its_own_seeds_budgets_and_mesh(tmp_path):

@@ -10,7 +10,7 @@ from parallel3d.scaling.ladder import runner, slurm
 from parallel3d.scaling.ladder.plan import ladder_of
 from tests.scaling.ladder.cases import write
 
-pytestmark = pytest.mark.gloo  # what it tests are processes
+pytestmark = pytest.mark.gloo  # it tests processes
 
 
 def stand_in(folder, name, does):
@@ -121,4 +121,4 @@ def test_forecast_skips_other_held_out_runs(tmp_path):
     fit, predict, _ = calls_of(tmp_path, script, 0)
     assert fit[-2:] == [f"--forecasts={file}" for file in others]
     assert predict[predict.index("--register") + 1] == str(own)
-    assert len(calls_of(tmp_path, script, 1)) == 1  # its forecast is there: it trains
+    assert len(calls_of(tmp_path, script, 1)) == 1  # the forecast is there: it trains
