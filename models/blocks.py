@@ -1,7 +1,7 @@
 """Layers that several families share, built from tensor-parallel layers."""
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -15,7 +15,7 @@ from parallel3d.tensor.pointwise import gelu, scale
 from parallel3d.tensor.recompute import activated, recomputed
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.tensor.segments import Segments
-from parallel3d.tensor.side_loss import LayerOutput, SideLoss
+from parallel3d.tensor.side_loss import SideLoss
 from parallel3d.tensor.vocab import VocabParallelEmbedding, VocabParallelOutput
 
 
@@ -34,14 +34,15 @@ class TokenEmbedding(nn.Module):
         return scale(self.token(tokens), self.scale)
 
 
-class Residual(nn.Module):
+class Residual:
     """A residual connection: x + scale * dropout(sublayer(norm(x))).
 
-    The block keeps the norm and the sublayer, whose names are those of its parameters, and passes
-    them to each call.
+    The block owns norm, sublayer and dropout, whose names in it are those of its parameters, and
+    passes the first two to each call. A `nn.Module` here would have hooks of ZeRO-3 without having
+    parameters.
 
     - `kind`: the sublayer, which decides whether the norm's output is saved or recomputed.
-    - `dropout`: of the sublayer's output; None: there is none.
+    - `dropout`: acts on the sublayer's output; None: there is none.
     - `post_norm`: the norm is applied to the sublayer's output instead of its input.
     """
 
@@ -54,7 +55,6 @@ class Residual(nn.Module):
         dropout: Dropout | None = None,
         post_norm: bool = False,
     ) -> None:
-        super().__init__()
         # A recomputed MLP saves its input, and a router and its experts take theirs in two places.
         saves_input = kind == "experts" or kind in context.recompute.parts
         self.recomputes_norm = "layernorm" in context.recompute.parts and not saves_input
@@ -62,12 +62,10 @@ class Residual(nn.Module):
         self.dropout = dropout
         self.post_norm = post_norm
 
-    def forward(
-        self, x: Tensor, norm: nn.Module, sublayer: nn.Module, *args: object
-    ) -> LayerOutput:
-        """Return x plus the branch [batch, seq, hidden], or parts, with the sublayer's side losses.
+    def __call__(self, x: Tensor, norm: nn.Module, sublayer: nn.Module, *args: object) -> Any:
+        """Return x plus the branch [batch, seq, hidden], or parts: a `LayerOutput`.
 
-        `args` are further arguments of the sublayer.
+        `args` are further arguments of the sublayer; its side losses are returned, too.
         """
         y, side_losses = self.branch(x, norm, sublayer, *args)
         # In place, because no backward needs the output of a branch.

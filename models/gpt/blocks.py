@@ -71,14 +71,12 @@ class Block(nn.Module):
         )
         self.norm1 = LayerNorm(size, eps, context=context)
         self.attention = FusedAttention(config, name, context=context, dropout=config.attn_pdrop)
-        self.residual1 = Residual(
-            config, "attention", context=context, dropout=dropout(f"{name}.dropout1")
-        )
+        self.dropout1 = dropout(f"{name}.dropout1")
+        self.residual1 = Residual(config, "attention", context=context, dropout=self.dropout1)
         self.norm2 = LayerNorm(size, eps, context=context)
         self.mlp = GeluMLP(config, context=context, approximate="tanh")
-        self.residual2 = Residual(
-            config, "mlp", context=context, dropout=dropout(f"{name}.dropout2")
-        )
+        self.dropout2 = dropout(f"{name}.dropout2")
+        self.residual2 = Residual(config, "mlp", context=context, dropout=self.dropout2)
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""

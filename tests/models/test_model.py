@@ -115,13 +115,14 @@ PRINTED = {
         "(token): VocabParallelEmbedding(weight (15, 32) of (61, 32))",
         "(norm1): LayerNorm(weight (32,) of (32,), bias (32,) of (32,))",
         "(dropout): Dropout(p=0.0, split)",
-        "(dropout): Dropout(p=0.0, replicated)",
+        "(dropout1): Dropout(p=0.0, replicated)",
         "(position): Table(weight (64, 32) of (64, 32))",
         "(output): VocabParallelOutput(weight (15, 32) of (61, 32))",
     ),
     "gpt, dropout": (
         "(dropout): Dropout(p=0.1, replicated)",
-        "(dropout): Dropout(p=0.2, replicated)",
+        "(dropout1): Dropout(p=0.2, replicated)",
+        "(dropout2): Dropout(p=0.2, replicated)",
         "(dropout): Dropout(p=0.3, split)",
     ),
     "llama, grouped": (
