@@ -3,7 +3,7 @@
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from math import inf
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from parallel3d import models
 from parallel3d.base.mesh_sizes import MeshSizes
@@ -235,6 +235,58 @@ class Setting:
         copy = object.__new__(type(self))
         vars(copy).update(vars(self), **changes)  # a search copies 100,000: replace takes longer
         return copy
+
+
+class RankShare(NamedTuple):
+    """The fields of a setting that determine what a layer computes and saves on one rank.
+
+    Caches have it as their key: most of the settings that a search compares share it.
+
+    - `batch`: samples of one microbatch. `seq`: a context-parallel rank's part of their tokens.
+    """
+
+    batch: int
+    seq: int
+    hidden_size: int
+    cp: int
+    tp: int
+    ep: int
+    ep_imbalance: float
+    sequence_parallel: bool
+    precision: Precision
+    offload_activations: bool
+
+    @classmethod
+    def of(cls, setting: Setting) -> "RankShare":
+        """Return a rank's share of a setting's layers."""
+        return cls(
+            setting.shape.batch,
+            setting.shape.seq // setting.cp,
+            setting.hidden_size,
+            setting.cp,
+            setting.tp,
+            setting.ep,
+            setting.ep_imbalance,
+            setting.sequence_parallel,
+            setting.precision,
+            setting.offload_activations,
+        )
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of a microbatch on the rank."""
+        return Shape(self.batch, self.seq)
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of one element of a weight or an activation."""
+        return BYTES[self.precision]
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the hidden states of a microbatch, which stages pass on to each other."""
+        parts = self.tp if self.sequence_parallel else 1
+        return self.batch * self.seq * self.hidden_size * self.bytes_per_element // parts
 
 
 @lru_cache(maxsize=64)

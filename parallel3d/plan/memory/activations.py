@@ -5,9 +5,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from parallel3d.model.recompute import FULL, Recompute
-from parallel3d.model.spec import Shape
 from parallel3d.plan.layers.placement import StageLayers, cost_of, recompute_of
 from parallel3d.plan.layers.weight_counts import weights_of_kind
+from parallel3d.plan.setting import RankShare
 
 GATHERED = 3
 """Copies of all cp ranks' keys and values in a backward: themselves, their gradients, and these in
@@ -64,46 +64,39 @@ class StageActivations(NamedTuple):
 @lru_cache(maxsize=65536)
 def stage_activations(
     part: StageLayers,
-    batch: int,
-    seq: int,
-    cp: int,
-    tp: int,
-    sequence_parallel: bool,
+    own: RankShare,
     recompute: Recompute,
-    hidden_size: int,
-    element: int,
     gradient: int,
     classic: bool,
     on_cpu: bool,
-    on_host: bool,
-    ep: int = 1,
-    ep_imbalance: float = 1.0,
 ) -> StageActivations:
-    """Return the bytes of a stage's activations; `seq` is a cp rank's share of the sequence.
+    """Return the bytes of a stage's activations.
 
-    `element` and `gradient` are the bytes of one activation and of one gradient. `classic`: the
-    attention writes its scores to memory. `on_host`: what layers save waits on the host. `ep` ranks
-    divide the experts; the busiest has `ep_imbalance` times the rows of a rank with all experts.
+    - `gradient`: bytes of one accumulated gradient element.
+    - `classic`: True if the attention writes its scores to memory.
+    - `on_cpu`: True if the devices are processes on a machine's cores.
     """
     model = part.model
-    shape = Shape(batch, seq)
-    hidden = shape.tokens * hidden_size * element // (tp if sequence_parallel else 1)
+    element = own.bytes_per_element
+    on_host = own.offload_activations and not on_cpu  # cores have no other memory
+    tokens = own.shape.tokens
+    hidden = own.hidden_bytes
     by_kind = {}
     moved_bytes = 0
     layers = [*zip(part.kinds, recompute_of(part, recompute), strict=True)]
     for layer in set(layers):
-        cost = cost_of(model, layer[0], shape, tp, sequence_parallel, layer[1])
+        cost = cost_of(model, layer[0], own.shape, own.tp, own.sequence_parallel, layer[1])
         held = (cost.saved, cost.working, cost.resident)
         saved, working, *others = [k.bytes(element, classic, not on_cpu) for k in held]
-        if cp > 1 and cost.forward.attention:
-            working += GATHERED * cp * cost.forward.attention.key_elements * element
-        if ep > 1:
+        if own.cp > 1 and cost.forward.attention:
+            working += GATHERED * own.cp * cost.forward.attention.key_elements * element
+        if own.ep > 1:
             # What comes back from other ranks is kept; in a backward so much leaves and arrives.
-            rows = model.kinds[layer[0]].rows_per_token * shape.tokens * hidden_size * element
+            rows = model.kinds[layer[0]].rows_per_token * tokens * own.hidden_size * element
             products = (m for m in cost.forward.matmuls if m.batch > 1)
             more = sum(m.batch * m.m * (m.k + m.n) for m in products) * element
             # The additional inputs and outputs of its experts.
-            more = round((ep_imbalance - 1) * more)
+            more = round((own.ep_imbalance - 1) * more)
             if layer[1] != FULL:
                 saved += more + rows
             working += 2 * rows + more
@@ -118,7 +111,7 @@ def stage_activations(
     backwards: list[tuple[int, BackwardMoment, BackwardMoment, BackwardMoment]] = []
     for layer in reversed(layers):
         saved, working, _, computes_again = by_kind[layer]
-        weights = weights_of_kind(model, layer[0], tp, 0, ep)
+        weights = weights_of_kind(model, layer[0], own.tp, 0, own.ep)
         largest = weights.largest
         summed += weights.params
         logits = working if part.ends and not backwards else -freed_logits

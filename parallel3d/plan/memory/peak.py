@@ -1,6 +1,6 @@
 """Peak device, host and NVMe memory of each pipeline coordinate, in bytes, by part."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import mul
@@ -19,7 +19,7 @@ from parallel3d.plan.layers.weight_counts import sizes
 from parallel3d.plan.memory.activations import StageActivations, stage_activations
 from parallel3d.plan.memory.moments import CoordinateRank
 from parallel3d.plan.memory.states import states
-from parallel3d.plan.setting import Setting
+from parallel3d.plan.setting import RankShare, Setting
 from parallel3d.schedule.schedules import splits_backward
 
 PARTS = (
@@ -102,7 +102,7 @@ def _rank(setting: Setting, coord: int, hardware: Hardware | None) -> Coordinate
     parts = _parts(setting)
     home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
     layers = tuple([parts[s] for s in home])
-    stages = tuple([_stage(setting, part, on_cpu) for part in layers])
+    stages = _stages(setting, layers, on_cpu)
     return CoordinateRank(setting, coord, home, layers, stages, on_cpu)
 
 
@@ -141,8 +141,8 @@ def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool =
     parts = _parts(setting)
     held = [parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]]
     saved: dict[StageLayers, int] = {}
-    for part in dict.fromkeys(held):
-        stage = _stage(s, part, on_cpu)
+    different = dict.fromkeys(held)
+    for part, stage in zip(different, _stages(s, different, on_cpu), strict=True):
         saved[part] = stage.saved_bytes
         if on_cpu:  # the output is counted, and is also the next stage's input
             saved[part] -= stage.hidden_bytes
@@ -154,7 +154,8 @@ def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool =
 
 def saved_bytes(setting: Setting, hardware: Hardware | None = None) -> tuple[int, ...]:
     """Return for each stage the bytes of activations that one microbatch leaves in flight."""
-    return tuple(_stage(setting, part, is_cpu(hardware)).saved_bytes for part in _parts(setting))
+    stages = _stages(setting, _parts(setting), is_cpu(hardware))
+    return tuple(stage.saved_bytes for stage in stages)
 
 
 def is_cpu(hardware: Hardware | None) -> bool:
@@ -167,28 +168,18 @@ def _parts(setting: Setting) -> tuple[StageLayers, ...]:
     return layers_by_stage(model_of(setting.layers), num_stages, setting.shape.seq)
 
 
-def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivations:
-    software = setting.software
-    shape = setting.shape
+def _stages(
+    setting: Setting, parts: Iterable[StageLayers], on_cpu: bool
+) -> tuple[StageActivations, ...]:
+    """Return the activations of some of a setting's stages."""
+    own = RankShare.of(setting)
+    gradient = setting.software.gradient_bytes
+    classic = setting.software.attention == "classic"
     recompute = setting.recompute
     if splits_backward(setting.schedule):  # the inputs of all linear layers stay from I to W
         recompute = recompute.while_weights_wait()
-    return stage_activations(
-        part,
-        shape.batch,
-        shape.seq // setting.cp,
-        setting.cp,
-        setting.tp,
-        setting.sequence_parallel,
-        recompute,
-        setting.hidden_size,
-        setting.bytes_per_element,
-        software.gradient_bytes,
-        software.attention == "classic",
-        on_cpu,
-        setting.offload_activations and not on_cpu,
-        setting.ep,
-        setting.ep_imbalance,
+    return tuple(
+        [stage_activations(part, own, recompute, gradient, classic, on_cpu) for part in parts]
     )
 
 
@@ -224,8 +215,7 @@ def nccl_estimate(setting: Setting, coord: int, hardware: Hardware | None) -> in
     mesh = setting.mesh
     if is_cpu(hardware) or mesh.ranks == 1:
         return 0
-    home = stages_on(s.schedule, s.pp, s.stages_per_rank)[coord]
-    message = _stage(s, _parts(s)[home[0]], on_cpu=False).hidden_bytes
+    message = RankShare.of(setting).hidden_bytes
     crossings = _crossings(s.schedule, s.pp, s.stages_per_rank, coord)
     return _communicators(mesh, s.ep) * COMMUNICATOR + KEPT_MESSAGES * crossings * message
 

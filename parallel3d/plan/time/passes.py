@@ -5,9 +5,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.model.recompute import FULL, NONE, Recompute
-from parallel3d.model.spec import Collective, LayerCost, Shape, Work
+from parallel3d.model.spec import Collective, LayerCost, Work
 from parallel3d.plan.layers.placement import LayerKinds, StageClasses, cost_of
-from parallel3d.plan.setting import BYTES, Precision, Setting
+from parallel3d.plan.setting import RankShare, Setting
 from parallel3d.plan.time.network import (
     Kind,
     all_to_all_seconds,
@@ -52,22 +52,11 @@ Passes = tuple[tuple[PassSeconds, PassSeconds], ...]
 def stage_passes(layout: StageClasses, setting: Setting, machine: Machine) -> Passes:
     """Return the passes of each class of stages."""
 
+    own = RankShare.of(setting)
+
     def layers(recompute: Recompute) -> Passes:
-        return _layers(
-            layout.model,
-            setting.shape,
-            setting.tp,
-            setting.cp,
-            setting.ep,
-            setting.ep_imbalance,
-            setting.sequence_parallel,
-            recompute,
-            setting.recomputed_share,
-            setting.precision,
-            setting.devices,
-            machine,
-            setting.offload_activations and machine.hardware.cores is None,
-        )
+        share = setting.recomputed_share
+        return _layers(layout.model, own, recompute, share, setting.devices, machine)
 
     if setting.recompute.is_uniform:
         return _sums(layout, layers(setting.recompute))
@@ -96,52 +85,60 @@ def _sums(
 @lru_cache(maxsize=65536)
 def _layers(
     model: LayerKinds,
-    shape: Shape,
-    tp: int,
-    cp: int,
-    ep: int,
-    ep_imbalance: float,
-    sequence_parallel: bool,
+    own: RankShare,
     recompute: Recompute,
     recomputed_share: float,
-    precision: Precision,
     devices: int,
     machine: Machine,
-    on_host: bool,
 ) -> Passes:
-    mesh = tp, cp, precision, devices, machine
+    """Return the passes of each kind of layer."""
     overhead = machine.curves.overhead_per_layer
     overhead *= machine.hardware.slowdown("overhead", sharing(devices, machine.hardware))
-    own = Shape(shape.batch, shape.seq // cp)
+    on_host = own.offload_activations and machine.hardware.cores is None
     both = []
     for kind in range(len(model.kinds)):
-        cost = cost_of(model, kind, own, tp, sequence_parallel, recompute)
-        if ep > 1:
-            first, second = (_busiest(w, ep_imbalance) for w in (cost.forward, cost.recomputed))
-            cost = replace(cost, forward=first, recomputed=second)
-        forward = _priced(cost.forward, cost.forward.collectives, *mesh, _KEYS[:1])
-        # A backward gathers keys and values once, whether or not it recomputes the attention.
-        again = _priced(cost.recomputed, cost.recomputed.collectives, *mesh, ())
-        backward = _priced(cost.forward, cost.backward_collectives, *mesh, _KEYS, backward=True)
-        if ep > 1 and (rows := model.kinds[kind].rows_per_token * own.tokens):
-            # To the owners of the experts and back, and so their gradients.
-            sent = rows * model.kinds[kind].config.hidden_size * BYTES[precision] * ep_imbalance
-            over = group_of(ep, tp * cp, devices, machine.hardware)
-            both_ways = 2 * all_to_all_seconds(sent, over, machine.hardware, machine.curves)
-            forward, backward = (
-                p._replace(tensor=p.tensor + both_ways) for p in (forward, backward)
+        cost = cost_of(model, kind, own.shape, own.tp, own.sequence_parallel, recompute)
+        if own.ep > 1:
+            cost = replace(
+                cost,
+                forward=_busiest(cost.forward, own.ep_imbalance),
+                recomputed=_busiest(cost.recomputed, own.ep_imbalance),
             )
+        forward = _priced(cost.forward, cost.forward.collectives, own, devices, machine, _KEYS[:1])
+        # A backward gathers keys and values once, whether or not it recomputes the attention.
+        again = _priced(cost.recomputed, cost.recomputed.collectives, own, devices, machine, ())
+        backward = _priced(
+            cost.forward, cost.backward_collectives, own, devices, machine, _KEYS, backward=True
+        )
+        exchange = _exchange_seconds(model, kind, own, devices, machine)
+        if exchange:
+            forward = forward._replace(tensor=forward.tensor + exchange)
+            backward = backward._replace(tensor=backward.tensor + exchange)
             if again.compute:
-                again = again._replace(tensor=again.tensor + both_ways)
+                again = again._replace(tensor=again.tensor + exchange)
         share = recomputed_share if again.compute else 0.0
         units = _units(cost, share, machine)
         there = _with_program(forward, units[0] * overhead, machine)
         back = _with_program(backward.plus(again, recomputed_share), units[1] * overhead, machine)
         if on_host and kind not in model.ends:  # the copies may take longer than the computes
-            copies = to_host_seconds(cost.saved.bytes(BYTES[precision]), machine)
-            there, back = (p._replace(compute=max(p.compute, copies)) for p in (there, back))
+            copies = to_host_seconds(cost.saved.bytes(own.bytes_per_element), machine)
+            there = there._replace(compute=max(there.compute, copies))
+            back = back._replace(compute=max(back.compute, copies))
         both.append((there, back))
     return tuple(both)
+
+
+def _exchange_seconds(
+    model: LayerKinds, kind: int, own: RankShare, devices: int, machine: Machine
+) -> float:
+    """Return the seconds in which rows go to the owners of the experts and back; 0 without ep."""
+    rows = model.kinds[kind].rows_per_token * own.shape.tokens
+    if own.ep == 1 or not rows:
+        return 0.0
+    width = model.kinds[kind].config.hidden_size
+    sent = rows * width * own.bytes_per_element * own.ep_imbalance
+    over = group_of(own.ep, own.tp * own.cp, devices, machine.hardware)
+    return 2 * all_to_all_seconds(sent, over, machine.hardware, machine.curves)
 
 
 def _busiest(work: Work, imbalance: float) -> Work:
@@ -175,9 +172,7 @@ def _with_program(own: PassSeconds, program: float, machine: Machine) -> PassSec
 def _priced(
     work: Work,
     collectives: tuple[Collective, ...],
-    tp: int,
-    cp: int,
-    precision: Precision,
+    own: RankShare,
     devices: int,
     machine: Machine,
     over_keys: tuple[Kind, ...],
@@ -188,9 +183,9 @@ def _priced(
     curves = machine.curves
     software = machine.software
     shared = sharing(devices, hardware)
-    seconds = work_seconds(work, precision, hardware, curves, software, shared, backward)
-    group = group_of(tp, 1, devices, hardware)
-    size = BYTES[precision]
+    seconds = work_seconds(work, own.precision, hardware, curves, software, shared, backward)
+    group = group_of(own.tp, 1, devices, hardware)
+    size = own.bytes_per_element
     tensor = sum(
         collective_seconds(c.kind, c.elements * size, *group, hardware, curves) for c in collectives
     )
@@ -198,6 +193,7 @@ def _priced(
     if software.overlaps_tensor and (backward or not software.exposes_forward):
         hidden = min(seconds.matmuls, curves.tensor_overlap * tensor)
     attention = seconds.attention
+    cp = own.cp
     if work.attention and cp > 1:
         whole = work.attention._replace(seq=cp * work.attention.seq)
         # Queries attend to the keys of all cp ranks, as far as their window reaches.
@@ -205,7 +201,7 @@ def _priced(
         attention *= cp if whole.window is None else far / near
         # Keys and values, and in a backward their gradients.
         block = work.attention.key_elements * size
-        over = group_of(cp, tp, devices, hardware)
+        over = group_of(cp, own.tp, devices, hardware)
         if software.passes_keys:
             ring = send_seconds(block, over.nodes > 1, hardware, curves) * (cp - 1)
             ring *= 2 if backward else 1

@@ -12,7 +12,7 @@ from parallel3d.config import hardware
 from parallel3d.config.hardware import Cores, Figure, Hardware
 from parallel3d.model.recompute import SELECTIVE
 from parallel3d.model.spec import Attention, Shape, Work
-from parallel3d.plan.setting import Setting, Software, layers_of
+from parallel3d.plan.setting import RankShare, Setting, Software, layers_of
 from parallel3d.plan.time import passes
 from parallel3d.plan.time.makespan import counts, ends, in_order
 from parallel3d.plan.time.operators import curves_for, machine_of
@@ -303,6 +303,7 @@ def test_attention_of_a_cp_rank_is_its_share(seq: int, window: int | None) -> No
 
     def seconds(cp: int) -> float:
         work = Work((), Attention(1, 8, 8, seq // cp, 64, window), 0, ())
-        return passes._priced(work, (), 1, cp, "bf16", 8, machine, ()).compute
+        share = RankShare.of(Setting((), 64, Shape(1, seq), 1, cp=cp))
+        return passes._priced(work, (), share, 8, machine, ()).compute
 
     assert 4 * seconds(4) == pytest.approx(seconds(1), rel=0.02)
