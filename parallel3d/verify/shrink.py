@@ -14,9 +14,8 @@ from parallel3d.model.config import HasKeyValueHeads, ModelConfig
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.schedule import schedules
 
-# no vocabulary size that 2 or 4 divides
 SEQUENCE_LENGTH = 16
-VOCAB_SIZE = 261
+VOCAB_SIZE = 261  # neither 2 nor 4 divides it
 HEAD_SIZE = 8
 ALWAYS_CLIPPED = 0.02
 STEPS = 3

@@ -12,6 +12,7 @@ from parallel3d.schedule import schedules
 from parallel3d.verify.case import CaseTask, checked
 from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.reference import prepare
+from tests.meshes import sizes_of
 from tests.verify.configs import MUON, config_of
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
@@ -54,9 +55,9 @@ def case(tmp_path_factory):
         return prepare(RunConfig.from_dict(raw), meshes, tmp_path_factory.mktemp("reference"))
 
     def of(mesh, model, zero, offload="none", params=None, **settings):
-        meshes = tuple(TWO_AXES if mesh in TWO_AXES else FULL)
+        meshes = tuple(map(sizes_of, TWO_AXES if mesh in TWO_AXES else FULL))
         small, reference = train(model, tuple((params or {}).items()), meshes)
-        raw = small[mesh].to_dict()
+        raw = small[sizes_of(mesh)].to_dict()
         raw["zero_optimization"] |= {"stage": zero, "offload_optimizer": {"device": offload}}
         for name, value in settings.items():
             block, _, key = name.partition("_")
