@@ -35,8 +35,8 @@ from contenders import Contender, DeepSpeed, Ours, Torch, digest_of, trained, wi
 from rich.filesize import decimal
 
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.calibrate.steps import SmallRun
 from parallel3d.engine import Engine
+from parallel3d.extras.calibrate.steps import SmallRun
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import free_port

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 from xxhash import xxh3_128
 
 from parallel3d import models
-from parallel3d.calibrate.steps import SmallRun
 from parallel3d.checkpoint import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import read_manifest, read_state
 from parallel3d.checkpoint.save import Saver
 from parallel3d.engine import Engine
+from parallel3d.extras.calibrate.steps import SmallRun
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec
 from parallel3d.pipeline.executor import Microbatch

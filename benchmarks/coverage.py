@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from parallel3d.scaling.estimator import PARAMETRIC, Estimator
-from parallel3d.scaling.fit import fit_law
-from parallel3d.scaling.points import Array, Points, interval
+from parallel3d.extras.scaling.estimator import PARAMETRIC, Estimator
+from parallel3d.extras.scaling.fit import fit_law
+from parallel3d.extras.scaling.points import Array, Points, interval
 
 LAW = {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28}  # arXiv:2203.15556
 NOISE = 0.01  # standard deviation of log(loss)

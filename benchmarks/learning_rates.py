@@ -24,7 +24,7 @@ from typing import Any
 from parallel3d.base.errors import TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
-from parallel3d.report.page import png, style
+from parallel3d.extras.report.page import png, style
 from parallel3d.verify.local_ranks import run_locally
 
 KINDS = "standard", "mup"

@@ -33,9 +33,9 @@ from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.data.batches import Batches
 from parallel3d.data.prepare import prepare
+from parallel3d.extras.report.page import png, style
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import named_params
-from parallel3d.report.page import png, style
 from parallel3d.train.assembly import assemble
 from parallel3d.train.feed import Feed
 from parallel3d.verify.local_ranks import run_locally

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from parallel3d.report.page import png, style
-from parallel3d.scaling.points import Points, points_of
-from parallel3d.scaling.runs import read_runs
+from parallel3d.extras.report.page import png, style
+from parallel3d.extras.scaling.points import Points, points_of
+from parallel3d.extras.scaling.runs import read_runs
 
 DRAWS = 1000
 

@@ -20,9 +20,9 @@ from statistics import mean, median
 import torch
 
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.calibrate.describe import calibrate
-from parallel3d.calibrate.steps import SmallRun, time_steps
 from parallel3d.config.hardware import Hardware
+from parallel3d.extras.calibrate.describe import calibrate
+from parallel3d.extras.calibrate.steps import SmallRun, time_steps
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time

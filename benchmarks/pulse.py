@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.calibrate.steps import SmallRun
+from parallel3d.extras.calibrate.steps import SmallRun
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.pipeline.executor import Microbatch

@@ -14,7 +14,7 @@ import time
 import torch
 
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.calibrate.steps import SmallRun
+from parallel3d.extras.calibrate.steps import SmallRun
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.train.assembly import assemble

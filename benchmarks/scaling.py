@@ -22,14 +22,14 @@ import torch
 
 from parallel3d.base.mesh_sizes import WITHOUT_CP as AXES
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.calibrate.describe import calibrate
-from parallel3d.calibrate.steps import SmallRun, time_steps
 from parallel3d.config import hardware
 from parallel3d.config.hardware import Hardware
+from parallel3d.extras.calibrate.describe import calibrate
+from parallel3d.extras.calibrate.steps import SmallRun, time_steps
+from parallel3d.extras.report.page import png, style
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time
-from parallel3d.report.page import png, style
 from parallel3d.verify.local_ranks import run_locally
 
 COLOURS = dict(zip(AXES, ("#2c6e8f", "#c0392b", "#35a07c"), strict=True))

@@ -19,7 +19,7 @@ from parallel3d.base import atomic, terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, output_file, prints_errors_as
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.config.foreign import convert as foreign
+from parallel3d.extras.foreign import convert as foreign
 
 if TYPE_CHECKING:  # torch is imported late, so that a wrong command line is reported first
     from parallel3d.huggingface.conversion import Proof

@@ -40,7 +40,7 @@ def doctor(args: argparse.Namespace, overrides: list[str], launch: Launch) -> in
     config = resolve_config(RunConfig.from_json(args.config, overrides), launch)
     mesh = join(config, launch)
     mesh.set_timeouts(60.0)
-    from parallel3d.doctor.checks import check  # it loads torch
+    from parallel3d.extras.doctor.checks import check  # it loads torch
 
     checks = check(config, mesh)
     passed = not any(row.remedy for row in checks)

@@ -21,7 +21,7 @@ def main() -> int:
     args, overrides = parse_args()
     console = terminal.console(args.json)
     if args.calibrate:
-        from parallel3d.calibrate.describe import calibrate  # it loads torch
+        from parallel3d.extras.calibrate.describe import calibrate  # it loads torch
 
         measured = calibrate(console.print)
         if args.json:

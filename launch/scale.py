@@ -21,9 +21,9 @@ from rich.console import Console
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
 from parallel3d.base.step_lines import finite
-from parallel3d.scaling import coordinates, flags, report_page
-from parallel3d.scaling.ladder import critical_batch, design, runner, slurm
-from parallel3d.scaling.ladder.plan import ladder_of, show, to_json
+from parallel3d.extras.scaling import coordinates, flags, report_page
+from parallel3d.extras.scaling.ladder import critical_batch, design, runner, slurm
+from parallel3d.extras.scaling.ladder.plan import ladder_of, show, to_json
 
 Outcome = tuple[int, Any]
 """The exit code, and the object that --json prints; None for nothing."""
@@ -86,7 +86,7 @@ def coordcheck(args: argparse.Namespace, out: Console) -> Outcome:
     """Train a config at several widths and print the slopes; return 1 if one is not flat."""
     config = coordinates.prepare(args)
     # Imported late, so that a wrong config is reported before torch and DeepSpeed are loaded.
-    from parallel3d.verify.coordinate_check import check_coordinates
+    from parallel3d.extras.scaling.on_ranks.coordinate_check import check_coordinates
 
     check = check_coordinates(
         config, widths=args.widths, seeds=args.seeds, steps=args.steps, say=out.print

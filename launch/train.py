@@ -131,8 +131,8 @@ def start_chosen(args: argparse.Namespace, overrides: list[str]) -> int:
             "--config: is missing under a launcher; for --minutes, --params and --tokens start "
             "`parallel3d train` by itself, which starts the ranks"
         )
-    from parallel3d.calibrate.dial import Wishes, dial  # it loads torch
     from parallel3d.data.sources import write_stories
+    from parallel3d.extras.calibrate.dial import Wishes, dial  # it loads torch
 
     if args.data:
         overrides = ["--data.source=text", f"--data.paths={write_stories()}", *overrides]

@@ -8,11 +8,11 @@ from datetime import date
 import pytest
 
 from parallel3d.base.errors import TrainingError
-from parallel3d.calibrate import describe as calibration
-from parallel3d.calibrate.describe import fit, fit_link
-from parallel3d.calibrate.measure_device import Effort
-from parallel3d.calibrate.steps import Timed, small_runs
 from parallel3d.config.hardware import Hardware, load
+from parallel3d.extras.calibrate import describe as calibration
+from parallel3d.extras.calibrate.describe import fit, fit_link
+from parallel3d.extras.calibrate.measure_device import Effort
+from parallel3d.extras.calibrate.steps import Timed, small_runs
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time

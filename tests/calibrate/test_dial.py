@@ -8,11 +8,11 @@ import pytest
 
 from launch import train
 from parallel3d.base.errors import ConfigError
-from parallel3d.calibrate import describe, dial
-from parallel3d.calibrate.dial import Wishes
 from parallel3d.config import RunConfig
 from parallel3d.config.hardware import Hardware, Link
-from parallel3d.scaling.runs import count
+from parallel3d.extras.calibrate import describe, dial
+from parallel3d.extras.calibrate.dial import Wishes
+from parallel3d.extras.scaling.runs import count
 from tests.calibrate.test_calibrate import planted
 
 pytestmark = pytest.mark.gloo

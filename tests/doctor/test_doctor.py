@@ -12,10 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel3d.calibrate.measure_device import Effort
 from parallel3d.config import RunConfig, hardware
-from parallel3d.doctor import checks
-from parallel3d.doctor.checks import ALIKE, NEIGHBOURS, Timed, check, check_hosts, check_links
+from parallel3d.extras.calibrate.measure_device import Effort
+from parallel3d.extras.doctor import checks
+from parallel3d.extras.doctor.checks import (
+    ALIKE,
+    NEIGHBOURS,
+    Timed,
+    check,
+    check_hosts,
+    check_links,
+)
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes
 from parallel3d.verify.local_ranks import run_locally

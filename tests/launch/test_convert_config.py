@@ -15,9 +15,9 @@ from parallel3d import models
 from parallel3d.base import reader
 from parallel3d.config import RunConfig
 from parallel3d.config.document import settings
-from parallel3d.config.foreign import megatron, nanotron, neox
-from parallel3d.config.foreign.convert import convert
 from parallel3d.config.learning_rate import rate
+from parallel3d.extras.foreign import megatron, nanotron, neox
+from parallel3d.extras.foreign.convert import convert
 
 pytestmark = pytest.mark.pure
 

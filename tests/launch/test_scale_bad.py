@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel3d.report import page
+from parallel3d.extras.report import page
 from tests.scaling.cases import chinchilla, write_csv
 
 pytestmark = pytest.mark.pure

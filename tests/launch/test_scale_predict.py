@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import pytest
 
-from parallel3d.scaling.estimator import PARAMETRIC
+from parallel3d.extras.scaling.estimator import PARAMETRIC
 from tests.scaling.cases import CHINCHILLA, chinchilla, write_csv
 
 pytestmark = pytest.mark.pure

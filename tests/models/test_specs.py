@@ -11,11 +11,11 @@ import pytest
 from pydantic import ValidationError
 
 from parallel3d.config import RunConfig
+from parallel3d.extras.scaling.runs import count
 from parallel3d.models import config_class, families, layers, num_params, train_flops_per_token
 from parallel3d.models.llama import spec as llama
 from parallel3d.models.llama.spec import SCALINGS, RopeScaling
 from parallel3d.plan.report.plan_table import parameters
-from parallel3d.scaling.runs import count
 
 pytestmark = pytest.mark.pure
 

@@ -9,8 +9,8 @@ import pytest
 
 from launch import report
 from parallel3d.config import RunConfig
+from parallel3d.extras.report import runs
 from parallel3d.plan.memory.peak import per_rank
-from parallel3d.report import runs
 from tests.config.configs import raw
 
 pytestmark = pytest.mark.pure

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel3d.scaling.points import Points
+from parallel3d.extras.scaling.points import Points
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "scaling"
 CHINCHILLA = {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28}

@@ -6,7 +6,7 @@ from math import isnan, nan
 import pytest
 
 from parallel3d.base.step_lines import finite
-from parallel3d.scaling.coordinates import fit_slopes
+from parallel3d.extras.scaling.coordinates import fit_slopes
 
 pytestmark = pytest.mark.pure
 

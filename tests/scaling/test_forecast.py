@@ -7,12 +7,12 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.step_lines import finite
-from parallel3d.scaling.data_constrained import fit_decays
-from parallel3d.scaling.estimator import OVER_TRAINING, PARAMETRIC, Estimator
-from parallel3d.scaling.fit import fit_law
-from parallel3d.scaling.forecast import Forecast, compare, forecast, register
-from parallel3d.scaling.frontier import fit_best, fit_frontier
-from parallel3d.scaling.points import Fit
+from parallel3d.extras.scaling.data_constrained import fit_decays
+from parallel3d.extras.scaling.estimator import OVER_TRAINING, PARAMETRIC, Estimator
+from parallel3d.extras.scaling.fit import fit_law
+from parallel3d.extras.scaling.forecast import Forecast, compare, forecast, register
+from parallel3d.extras.scaling.frontier import fit_best, fit_frontier
+from parallel3d.extras.scaling.points import Fit
 from tests.scaling.cases import CHINCHILLA, chinchilla, points
 
 pytestmark = pytest.mark.pure

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.data_constrained import DECAYS, DecayModel, best_params, fit_decays
-from parallel3d.scaling.estimator import PARAMETRIC, Estimator
-from parallel3d.scaling.frontier import (
+from parallel3d.extras.scaling.data_constrained import DECAYS, DecayModel, best_params, fit_decays
+from parallel3d.extras.scaling.estimator import PARAMETRIC, Estimator
+from parallel3d.extras.scaling.frontier import (
     envelope,
     fit_best,
     fit_frontier,
@@ -14,7 +14,7 @@ from parallel3d.scaling.frontier import (
     power_law,
     profiles,
 )
-from parallel3d.scaling.points import interval
+from parallel3d.extras.scaling.points import interval
 from tests.scaling.cases import CHINCHILLA, chinchilla, points
 
 pytestmark = pytest.mark.pure

@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from parallel3d.scaling.estimator import PARAMETRIC, Estimator
-from parallel3d.scaling.fit import fit_law
-from parallel3d.scaling.forecast import ONE_RUN, forecast
-from parallel3d.scaling.frontier import losses_of
-from parallel3d.scaling.points import interval, points_of
-from parallel3d.scaling.posterior import BestLoss, back_test, posterior
-from parallel3d.scaling.runs import read
+from parallel3d.extras.scaling.estimator import PARAMETRIC, Estimator
+from parallel3d.extras.scaling.fit import fit_law
+from parallel3d.extras.scaling.forecast import ONE_RUN, forecast
+from parallel3d.extras.scaling.frontier import losses_of
+from parallel3d.extras.scaling.points import interval, points_of
+from parallel3d.extras.scaling.posterior import BestLoss, back_test, posterior
+from parallel3d.extras.scaling.runs import read
 from tests.scaling.cases import CHINCHILLA, chinchilla, ladder, points, published
 
 pytestmark = pytest.mark.pure

@@ -6,12 +6,12 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from parallel3d.scaling.data_constrained import DECAYS, DecayModel, fit_decays
-from parallel3d.scaling.estimator import OVER_TRAINING, Estimator
-from parallel3d.scaling.fit import fit_law
-from parallel3d.scaling.frontier import exponents, power_law, profiles
-from parallel3d.scaling.points import points_of
-from parallel3d.scaling.runs import Table, read
+from parallel3d.extras.scaling.data_constrained import DECAYS, DecayModel, fit_decays
+from parallel3d.extras.scaling.estimator import OVER_TRAINING, Estimator
+from parallel3d.extras.scaling.fit import fit_law
+from parallel3d.extras.scaling.frontier import exponents, power_law, profiles
+from parallel3d.extras.scaling.points import points_of
+from parallel3d.extras.scaling.runs import Table, read
 from tests.scaling.cases import published
 
 pytestmark = pytest.mark.pure

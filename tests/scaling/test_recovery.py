@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.coverage import LAW, coverage
-from parallel3d.scaling.estimator import OVER_TRAINING, PARAMETRIC, Estimator, SumModel
-from parallel3d.scaling.fit import fit_law
+from parallel3d.extras.scaling.estimator import OVER_TRAINING, PARAMETRIC, Estimator, SumModel
+from parallel3d.extras.scaling.fit import fit_law
 from tests.scaling.cases import CHINCHILLA, chinchilla, points
 
 pytestmark = pytest.mark.pure

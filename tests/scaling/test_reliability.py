@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from parallel3d.scaling.frontier import with_checks
-from parallel3d.scaling.points import Fit, points_of
-from parallel3d.scaling.runs import Table
+from parallel3d.extras.scaling.frontier import with_checks
+from parallel3d.extras.scaling.points import Fit, points_of
+from parallel3d.extras.scaling.runs import Table
 from tests.scaling.cases import ladder
 
 pytestmark = pytest.mark.pure

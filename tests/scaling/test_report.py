@@ -7,12 +7,12 @@ from html import unescape
 import numpy as np
 import pytest
 
-from parallel3d.scaling import report_page
-from parallel3d.scaling.estimator import PARAMETRIC, Estimator
-from parallel3d.scaling.fit import fit_law
-from parallel3d.scaling.frontier import fit_frontier
-from parallel3d.scaling.points import Dropped
-from parallel3d.scaling.report_page import pictures
+from parallel3d.extras.scaling import report_page
+from parallel3d.extras.scaling.estimator import PARAMETRIC, Estimator
+from parallel3d.extras.scaling.fit import fit_law
+from parallel3d.extras.scaling.frontier import fit_frontier
+from parallel3d.extras.scaling.points import Dropped
+from parallel3d.extras.scaling.report_page import pictures
 from tests.scaling.cases import chinchilla
 
 pytestmark = pytest.mark.pure

@@ -6,10 +6,10 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.scaling.data_constrained import fit_decays
-from parallel3d.scaling.estimator import Estimator
-from parallel3d.scaling.points import points_of
-from parallel3d.scaling.runs import read_runs, settings
+from parallel3d.extras.scaling.data_constrained import fit_decays
+from parallel3d.extras.scaling.estimator import Estimator
+from parallel3d.extras.scaling.points import points_of
+from parallel3d.extras.scaling.runs import read_runs, settings
 
 pytestmark = pytest.mark.pure
 

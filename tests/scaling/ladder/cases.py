@@ -2,7 +2,7 @@
 
 import json
 
-from parallel3d.scaling.ladder.plan import ladder_of
+from parallel3d.extras.scaling.ladder.plan import ladder_of
 
 
 def micro(directory, data=None, **changes):

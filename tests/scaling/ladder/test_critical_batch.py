@@ -10,7 +10,7 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
-from parallel3d.scaling.ladder.critical_batch import fit, forks_of
+from parallel3d.extras.scaling.ladder.critical_batch import fit, forks_of
 from tests.config.configs import raw
 
 pytestmark = pytest.mark.pure

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from launch import scale
-from parallel3d.scaling.ladder import design
-from parallel3d.scaling.ladder.plan import ladder_of
+from parallel3d.extras.scaling.ladder import design
+from parallel3d.extras.scaling.ladder.plan import ladder_of
 
 pytestmark = pytest.mark.pure
 

@@ -8,7 +8,7 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
-from parallel3d.scaling.ladder.plan import ladder_of, to_json
+from parallel3d.extras.scaling.ladder.plan import ladder_of, to_json
 from tests.scaling.ladder.cases import runs_by_name, write
 
 pytestmark = pytest.mark.pure

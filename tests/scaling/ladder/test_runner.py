@@ -17,10 +17,10 @@ from rich.console import Console
 
 from launch import scale
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.ladder import runner
-from parallel3d.scaling.ladder.plan import ladder_of, show, state_of
-from parallel3d.scaling.ladder.runner import Display, Process, execute
-from parallel3d.scaling.runs import read_runs
+from parallel3d.extras.scaling.ladder import runner
+from parallel3d.extras.scaling.ladder.plan import ladder_of, show, state_of
+from parallel3d.extras.scaling.ladder.runner import Display, Process, execute
+from parallel3d.extras.scaling.runs import read_runs
 from tests.scaling.ladder.cases import micro, write
 
 pytestmark = pytest.mark.drill

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.scaling.ladder import runner, slurm
-from parallel3d.scaling.ladder.plan import ladder_of
+from parallel3d.extras.scaling.ladder import runner, slurm
+from parallel3d.extras.scaling.ladder.plan import ladder_of
 from tests.scaling.ladder.cases import write
 
 pytestmark = pytest.mark.gloo  # it tests processes

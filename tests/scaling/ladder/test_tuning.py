@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.ladder.plan import best_factors
+from parallel3d.extras.scaling.ladder.plan import best_factors
 
 pytestmark = pytest.mark.pure
 

@@ -1,0 +1,200 @@
+"""GPT-NeoX's YAML: its own settings, with DeepSpeed's under their own names beside them."""
+
+from typing import Any
+
+from parallel3d.extras.foreign.rules import Rule, dropped, missing, same
+
+_P = "parallel3d"
+_FULL = ("global", "flash")
+_NORMS = ("layernorm", "rmsnorm")
+
+TABLE: dict[str, Rule] = {
+    # The mesh
+    "pipe_parallel_size": Rule(f"{_P}.mesh.pp", lambda size: max(1, size)),
+    "model_parallel_size": Rule(f"{_P}.mesh.tp"),
+    "sequence_parallel": Rule(f"{_P}.mesh.sequence_parallel"),
+    "context_parallel_size": Rule(f"{_P}.mesh.cp", lambda size: max(1, size)),
+    **dropped("pipe_partition_method", "layers are placed on stages by their cost"),
+    # The model
+    "num_layers": Rule(f"{_P}.model.num_hidden_layers"),
+    **same("hidden_size num_attention_heads max_position_embeddings", f"{_P}.model"),
+    "num_kv_heads": Rule(f"{_P}.model.num_key_value_heads"),
+    "intermediate_size": Rule(f"{_P}.model.intermediate_size@inner"),
+    "expansion_factor": Rule(f"{_P}.model.intermediate_size@expansion"),
+    "mlp_multiple_of": Rule(f"{_P}.model.intermediate_size@multiple"),
+    "norm": Rule(
+        f"{_P}.model.family@norm",
+        {f"{te}{n}": n for te in ("", "te_") for n in _NORMS},
+        verdict="REFUSED",
+    ),
+    "layernorm_epsilon": Rule(f"{_P}.model@layer_norm_eps"),
+    "rms_norm_epsilon": Rule(f"{_P}.model@rms_norm_eps"),
+    "pos_emb": Rule(
+        f"{_P}.model.family@position",
+        {"learned": "learned", "rotary": "rotary"},
+        verdict="REFUSED",
+    ),
+    "rotary_pct": Rule(f"{_P}.model.rotary_pct@rotary_pct"),
+    "rotary_emb_base": Rule(f"{_P}.model@rope_theta"),
+    "no_weight_tying": Rule(f"{_P}.model.tie_word_embeddings", lambda untied: not untied),
+    "gpt_j_residual": Rule(f"{_P}.model.use_parallel_residual@parallel_residual"),
+    **missing("gpt_j_tied", "attention and MLP have a norm each", False, verdict="REFUSED"),
+    "activation": Rule(
+        f"{_P}.model.family@mlp",
+        {"gelu": "gelu", "swiglu": "swiglu", "silu": "silu"},
+        verdict="REFUSED",
+    ),
+    "mlp_type": Rule(f"{_P}.model.family@mlp_type", {"llama": "llama"}, plain=("regular",)),
+    "bias_gelu_fusion": Rule(f"{_P}.model.activation@gelu", {True: "gelu_fast", False: "gelu"}),
+    **dict.fromkeys(
+        ("use_bias_in_attn_linear", "use_bias_in_mlp", "use_bias_in_norms"),
+        Rule(f"{_P}.model.family@bias", plain=(True,)),
+    ),
+    **missing("use_qk_layernorm", "no LayerNorm on query and key", False, verdict="REFUSED"),
+    "attention_config": Rule(
+        "@attention",
+        lambda parts: [_FULL.index(name) for names, _ in parts for name in names],
+        why="attention is full in all layers",
+        verdict="REFUSED",
+    ),
+    **missing("sliding_window_width", "attention sees the whole sequence"),
+    "init_method_std": Rule(f"{_P}.model.initializer_range"),
+    **missing("init_method", "weights start normal, with initializer_range", "normal"),
+    **missing(
+        "output_layer_init_method",
+        "initializer_range / sqrt(2 x layers) before the residual",
+        "scaled_normal",
+    ),
+    "hidden_dropout": Rule(f"{_P}.model@dropout"),
+    "attention_dropout": Rule(f"{_P}.model.attn_pdrop@attention_dropout"),
+    **missing("use_mup", "see parallel3d.model.parametrization", False),
+    **dropped(
+        "mup_lr mup_std mup_d_model_base mup_hidden_size mup_save save_base_shapes "
+        "base_shapes_file mup_init_scale mup_attn_temp mup_output_temp mup_embedding_mult "
+        "mup_rp_embedding_mult mup_width_scale coord_check coord_check_nsteps coord_check_nseeds",
+        "belong to use_mup",
+    ),
+    **missing(
+        "num_experts moe_num_experts moe_expert_parallel_size moe_top_k",
+        "write family moe by hand",
+        0,
+        1,
+        verdict="REFUSED",
+    ),
+    **dropped("make_vocab_size_divisible_by", "vocabularies are cut without padding"),
+    # The optimizer
+    **missing("optimizer.type", "AdamW is the only one", "Adam", "AdamW", "CPU_Adam"),
+    **dropped("optimizer.params.max_grad_norm", "as gradient_clipping says"),
+    "weight_decay": Rule("optimizer.params.weight_decay"),
+    "min_lr": Rule(f"{_P}.train.lr_schedule.min_ratio@min_lr"),
+    "lr_decay_style": Rule(
+        f"{_P}.train.lr_schedule.type@style",
+        {"linear": "linear", "cosine": "cosine", "constant": "constant"},
+    ),
+    "lr_decay_iters": Rule(f"{_P}.train.lr_schedule@end"),
+    "warmup": Rule(f"{_P}.train.lr_schedule.warmup_steps@warmup_fraction"),
+    **dropped(
+        "override_lr_scheduler use_checkpoint_lr_scheduler", "a resumed run goes on by itself"
+    ),
+    "zero_optimization.cpu_offload": Rule(
+        "zero_optimization.offload_optimizer.device", {True: "cpu"}, plain=(False,)
+    ),
+    # Batch, length and precision
+    "seq_length": Rule(f"{_P}.data.sequence_length"),
+    "train_iters": Rule(f"{_P}.train.steps@steps"),
+    "gas": Rule("gradient_accumulation_steps"),
+    "precision": Rule(
+        "bf16.enabled", {"bfloat16": True, "fp32": False}, why='set "fp16": {"enabled": true}'
+    ),
+    **missing("fp16.type", 'set "bf16": {"enabled": true}, without fp16', "fp16"),
+    **dropped("fp16.fp16", "as fp16.enabled says"),
+    **missing("fp32_allreduce", "gradients are averaged in fp32", True),
+    "checkpoint_activations": Rule(
+        f"{_P}.pipeline.activation_checkpointing", {True: "full", False: "none"}
+    ),
+    **dropped(
+        "checkpoint_num_layers checkpoint_in_cpu synchronize_each_layer contiguous_checkpointing",
+        "each layer is recomputed by itself",
+    ),
+    **dropped("partition_activations", "see parallel3d.mesh.sequence_parallel"),
+    **dropped(
+        "scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion "
+        "bias_dropout_fusion rope_fusion layernorm_fusion rmsnorm_fusion fused_dropout "
+        "output_layer_parallelism attention_softmax_in_fp32 apply_query_key_layer_scaling "
+        "use_cpu_initialization num_workers",
+        "the device and the mesh decide",
+    ),
+    # Data
+    **dict.fromkeys(
+        ("data_path", "train_data_paths"),
+        Rule(f"{_P}.data.paths@files", lambda paths: [paths] if type(paths) is str else paths),
+    ),
+    "train_data_weights": Rule(f"{_P}.data.mixture@weights"),
+    **dropped(
+        "valid_data_paths valid_data_weights test_data_paths test_data_weights split",
+        "text is held out; see parallel3d.data.held_out_fraction and parallel3d.data.validation",
+    ),
+    **missing("data_impl", "files are mapped into memory", "mmap", "infer"),
+    "tokenizer_type": Rule(
+        f"{_P}.data.tokenizer@tokenizer",
+        {"GPT2BPETokenizer": "gpt2", "HFTokenizer": "folder", "SPMTokenizer": "folder"},
+        why="set parallel3d.data.tokenizer",
+    ),
+    "vocab_file": Rule(f"{_P}.data.tokenizer@tokenizer_path"),
+    **dropped("merge_file", "is in the tokenizer's folder"),
+    "reset_attention_mask": Rule(f"{_P}.data.isolate_documents"),
+    # Evaluation, checkpoints and output
+    "eval_interval": Rule(f"{_P}.train.evaluate_every"),
+    **dropped("eval_iters", "set parallel3d.train.evaluate_samples"),
+    **dict.fromkeys(("checkpoint_factor", "save_interval"), Rule(f"{_P}.checkpoint.every")),
+    "extra_save_iters": Rule(
+        f"{_P}.checkpoint.at", lambda steps: [step for step in steps if step > 0]
+    ),
+    "keep_last_n_checkpoints": Rule(f"{_P}.checkpoint.keep", lambda number: max(2, number)),
+    "seed": Rule(f"{_P}.train.seed"),
+    **missing(
+        "finetune", "weights come over through Hugging Face: set model.from_pretrained", False
+    ),
+    **dropped("save load", "see parallel3d.checkpoint and parallel3d.run"),
+    **dropped(
+        "log_interval log_dir tensorboard_dir use_wandb wandb_project wandb_group wandb_team "
+        "wandb_host wandb_run_name log_grad_norm log_param_norm log_optimizer_states",
+        "see steps_per_print and run.trackers",
+    ),
+    **dropped(
+        "hostfile launcher deepspeed_mpi deepspeed_slurm distributed_backend num_nodes num_gpus "
+        "master_addr master_port include exclude",
+        "the launcher's",
+    ),
+}
+DEFAULTS: dict[str, object] = {
+    "norm": "layernorm",
+    "pos_emb": "learned",
+    "activation": "gelu",
+    "bias_gelu_fusion": False,
+    "gpt_j_residual": False,
+    "no_weight_tying": False,
+    "rotary_pct": 1.0,
+    "weight_decay": 0.1,
+    "min_lr": 0.0,
+    "lr_decay_style": "linear",
+    "warmup": 0.01,
+    "seed": 1234,
+    "tokenizer_type": "GPT2BPETokenizer",
+    "optimizer.params.lr": 0.001,
+    "zero_optimization.stage": 0,
+}
+
+
+def complete(values: dict[str, Any]) -> None:
+    """Choose the MLP and its width, as GPT-NeoX's `ParallelMLP` and `LLaMAParallelMLP` do."""
+    values.setdefault("@bias", True)
+    hidden = values.get(f"{_P}.model.hidden_size", 0)
+    inner = values.get("@inner", int(values.get("@expansion", 4) * hidden))
+    if values.get("@mlp") == "swiglu":  # 2/3 of the width, in halves that are rounded up
+        multiple = values.get("@multiple", 256)
+        inner = -(-(inner * 2 // 3) // (2 * multiple)) * multiple
+    elif values.get("@mlp_type") == "llama":  # 8/3 x hidden_size, rounded up, as in family llama
+        values["@mlp"] = "swiglu"
+    if inner != 4 * hidden:
+        values[f"{_P}.model.intermediate_size"] = inner

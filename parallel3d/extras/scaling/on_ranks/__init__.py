@@ -1,0 +1,1 @@
+"""Checks of scaling that start ranks."""
