@@ -75,8 +75,8 @@ def train(rank: int, raw: dict[str, Any]) -> float:
     from parallel3d.mesh.mesh import Mesh
     from parallel3d.mesh.nodes import find_nodes
     from parallel3d.train.assembly import assemble
+    from parallel3d.train.observers import observed_trainer
     from parallel3d.train.start import Start, open_corpus
-    from parallel3d.train.trainer import Trainer
 
     config = RunConfig.from_dict(raw).resolve(1)
     mesh = Mesh()
@@ -85,7 +85,7 @@ def train(rank: int, raw: dict[str, Any]) -> float:
     parts = assemble(config, mesh)
     try:
         start = Start(config=config, settings={}, folder=Path(), digest="", corpus=corpus)
-        result = Trainer(start, mesh, parts).run()
+        result = observed_trainer(start, mesh, parts).run()
     except TrainingError:
         return math.inf
     return result.held_out_loss if result.held_out_loss is not None else math.nan

@@ -15,10 +15,10 @@ import torch
 
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.extras.calibrate.steps import SmallRun
+from parallel3d.extras.guard.recomputation import Recomputation
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.train.assembly import assemble
-from parallel3d.train.recomputation import Recomputation
 from parallel3d.verify.local_ranks import run_locally
 
 
@@ -49,7 +49,7 @@ def on_rank(rank: int, args: argparse.Namespace) -> tuple[list[float], list[floa
         parts.engine.step(1e-3)
 
     def checked(step: int) -> None:
-        with recomputation.recording(batch, step):
+        with recomputation.recording(step, len(batch)):
             parts.executor.run(batch, step)
         recomputation.compare()
         with recomputation.updating():

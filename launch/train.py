@@ -21,6 +21,9 @@ from parallel3d.train.ending import StopRequest, command_to_go_on, end_with, joi
 
 if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the folder are checked
     from parallel3d.mesh.mesh import Mesh
+    from parallel3d.train.assembly import Assembly
+    from parallel3d.train.observer import Observer
+    from parallel3d.train.start import Start
 
 
 # Flags of a run that is chosen without a config, and their help.
@@ -41,10 +44,10 @@ def train(
     from parallel3d.engine.selftest import self_test
     from parallel3d.train.assembly import assemble
     from parallel3d.train.known_hardware import peak
+    from parallel3d.train.observers import observed_trainer
     from parallel3d.train.output import Output, print_placement, print_summary, summarise
     from parallel3d.train.profiler import Profiler
     from parallel3d.train.start import find_start, restore
-    from parallel3d.train.trainer import Trainer
 
     console = Console(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
@@ -74,7 +77,7 @@ def train(
         chosen = config.parallel3d.train.profile
         profiler = Profiler(chosen, mesh, parts.executor, run=start.folder) if chosen else None
         stop.hold(start.folder if mesh.rank == 0 else None, output.close)
-        result = Trainer(
+        result = observed_trainer(
             start,
             mesh,
             parts,
@@ -84,6 +87,7 @@ def train(
             profiler=profiler,
             saver=saver,
             stop=stop,
+            guards=guards_of(start, mesh, parts),
         ).run()
         output.finish(result, parts.engine)
     parts.engine.close()
@@ -92,6 +96,16 @@ def train(
     if as_json and mesh.rank == 0:
         print(json.dumps(summary.to_json()))
     return STOPPED if result.stopped else DONE
+
+
+def guards_of(start: "Start", mesh: "Mesh", parts: "Assembly") -> "list[Observer]":
+    """Return the observers that guard the run against faulty hardware, if it wants any."""
+    config = start.config
+    if not config.train.check_bits.recompute_every:
+        return []
+    from parallel3d.extras.guard.recomputation_check import RecomputationCheck
+
+    return [RecomputationCheck(config, mesh, parts, start.position)]
 
 
 def run(

@@ -1,6 +1,7 @@
 """Construction of a run's model, engine and executors, for every command that trains."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,6 +39,11 @@ class Assembly:
     def flops_per_token(self) -> float:
         """The model's FLOPs per token, forward and backward."""
         return sum(layer.cost(self.shape).train_flops for layer in self.layers) / self.shape.tokens
+
+    @property
+    def side_losses(self) -> Counter[str]:
+        """The number of layers with each side loss."""
+        return Counter(name for layer in self.layers for name in layer.side_losses)
 
 
 def assemble(

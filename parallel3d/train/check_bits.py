@@ -14,14 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel3d.base.errors import TrainingError
 from parallel3d.checkpoint.chunk_runs import bit_sum, global_boxes
+from parallel3d.checkpoint.state import Position
 from parallel3d.engine import Engine
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedule import Action
 from parallel3d.tensor.cut import HeldParameter, is_of_experts
+from parallel3d.train.assembly import Assembly
+from parallel3d.train.observer import Observer, Rewind, Step, is_due
 
 _MASK = 2**52 - 1  # checksums travel as floats of 53 bits
 _REPLICAS = "data-parallel replicas"
@@ -70,8 +73,42 @@ def read_digests(places: Sequence[str], digests: Sequence[Tensor]) -> list[Row]:
     return [Row(*row) for row in zip(*columns, strict=True)]
 
 
-class WrongBits(TrainingError):
+class WrongBits(Rewind):
     """Ranks differ in what must be the same; raised on all of them."""
+
+
+class CopyCheck(Observer):
+    """Compares what several ranks hold or have sent, every `train.check_bits.every` steps."""
+
+    collectives = "all_gather of checksums, after every check_bits.every steps"
+
+    def __init__(self, every: int, mesh: Mesh, parts: Assembly, position: Position) -> None:
+        stages = parts.schedule.pp_coord_of_stage
+        self._every = every
+        self._mesh = mesh
+        self._parts = parts
+        self._ends = stages[0], stages[-1]
+        self.vouched = position.step
+
+    @contextmanager
+    def around(self, step: Step) -> Iterator[None]:
+        """Note what is sent in a step that is checked."""
+        with noting_messages(self._parts.executor, is_due(self._every, step.number + 1)) as notes:
+            self._messages = notes
+            yield
+
+    def after(self, step: Step) -> None:
+        """Raise WrongBits if ranks differ in what they must all hold."""
+        done = step.number + 1
+        if is_due(self._every, done):
+            pulse.doing(f"comparing the ranks' bits after step {done}")
+            norm = step.done.grad_norm
+            check_bits(self._parts.engine, self._mesh, norm, self._ends, self._messages)
+            self.vouched = done
+
+    def rewound(self, position: Position, state: Mapping[str, Any]) -> None:
+        """Vouch for no more than the checkpoint's step."""
+        self.vouched = position.step
 
 
 @contextmanager

@@ -46,8 +46,8 @@ from parallel3d.train.ending import StopRequest
 from parallel3d.train.evaluation import Evaluation, Losses, evaluation_corpora
 from parallel3d.train.feed import Feed
 from parallel3d.train.metrics import MetricsWriter, step_reached
+from parallel3d.train.observers import observed_trainer
 from parallel3d.train.start import Start, begin, open_corpus, restore
-from parallel3d.train.trainer import Trainer
 
 _MESH = "parallel3d.mesh"
 
@@ -270,7 +270,7 @@ def replay(
     writer = MetricsWriter(folder) if mesh.rank == 0 else None
     if writer:
         writer.rewind(0)  # the lines of an earlier replay
-    Trainer(start, mesh, parts, writer=writer).run()
+    observed_trainer(start, mesh, parts, writer=writer).run()
     norms = trace.gather(config.mesh.sequence_parallel)
 
     def compare() -> dict[str, object]:

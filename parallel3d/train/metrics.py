@@ -87,17 +87,6 @@ class StepMetrics:
         return json.dumps(finite(values), allow_nan=False)
 
 
-def gradient_noise(small: float, big: float, *, batch: int, ranks: int) -> dict[str, float]:
-    """Return StepMetrics.gradient_noise (arXiv:1812.06162, appendix A.1).
-
-    - `small`: mean over dp ranks of the squared norm of a rank's own gradient
-    - `big`: squared norm of their average, over `batch` samples
-    """
-    square = (ranks * big - small) / (ranks - 1)
-    trace = (small - big) * batch / (ranks - 1)
-    return {"trace": trace, "square": square, "scale": trace / square if square else math.nan}
-
-
 def numbers_of(line: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers of a line by the names that trackers get: validation/<set>/loss."""
     values = flat(line, separator="/").items()

@@ -21,7 +21,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -43,9 +43,11 @@ from parallel3d.schedule import draw
 from parallel3d.schedule.action import Op
 from parallel3d.schedule.schedule import Action, Span
 from parallel3d.train.assembly import Assembly
+from parallel3d.train.metrics import Result
+from parallel3d.train.observer import Observer, Step
 
 
-class Step(NamedTuple):
+class RecordedStep(NamedTuple):
     """A step as recorded by one rank, in unix seconds."""
 
     number: int
@@ -60,7 +62,7 @@ class Lane(NamedTuple):
     rank: int
     coords: tuple[int, ...]
     """Along AXES, or without cp."""
-    steps: list[Step]
+    steps: list[RecordedStep]
     ahead: float
 
     def spans(self) -> tuple[Span, ...]:
@@ -89,11 +91,10 @@ class Lane(NamedTuple):
                 }
 
 
-class Profiler:
-    """Profiles the steps and ranks that `chosen` selects, and writes to `run / "profile"`.
+class Profiler(Observer):
+    """Profiles the steps and ranks that `chosen` selects, and writes to `run / "profile"`."""
 
-    Every rank has one: writing is collective.
-    """
+    collectives = "barriers and an all_gather of spans, after the last profiled step"
 
     def __init__(self, chosen: ProfileConfig, mesh: Mesh, executor: Executor, *, run: Path) -> None:
         self._chosen = range(chosen.start, chosen.start + chosen.steps)
@@ -105,8 +106,16 @@ class Profiler:
         else:
             self._is_profiled = mesh.rank in chosen.ranks
         self._is_pending = False  # steps were recorded, on some rank, and not written
-        self._steps: list[Step] = []
+        self._steps: list[RecordedStep] = []
         self._torch: profile | None = None
+
+    def around(self, step: Step) -> AbstractContextManager[None]:
+        """Record the step in the block if it was chosen."""
+        return self.step(step.number)
+
+    def at_end(self, result: Result) -> None:
+        """Write what was recorded if the run was stopped within the profiled steps."""
+        self.finish()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -132,7 +141,7 @@ class Profiler:
             yield
         zero = self._executor.started
         spans = [(str(action), zero + a, zero + b) for action, a, b in self._executor.spans]
-        self._steps.append(Step(number, start, time.time(), spans))
+        self._steps.append(RecordedStep(number, start, time.time(), spans))
 
     def finish(self) -> None:
         """Write the recorded steps that are not yet written; collective over the world."""
@@ -162,7 +171,7 @@ class Profiler:
         for rank, (clock, _, coords, steps) in enumerate(rows):
             ahead = median(a - b for a, b in zip(first[clock], rows[0][1], strict=True))
             if steps:
-                lanes.append(Lane(rank, coords, [Step(*step) for step in steps], ahead))
+                lanes.append(Lane(rank, coords, [RecordedStep(*step) for step in steps], ahead))
         return lanes
 
     def _write(self, lanes: list[Lane]) -> None:
@@ -191,7 +200,7 @@ _PART_OF = {
 }
 
 
-class StepWatch:
+class StepWatch(Observer):
     """Observes steps on every rank and prints the parts of their times on rank 0.
 
     It does so if DeepSpeed's `wall_clock_breakdown` is set. Times are means over a pipeline
@@ -199,6 +208,8 @@ class StepWatch:
     gradients; "waiting" is receives, GATHERs and the bubble. If the program has no GATHER, ZeRO-3's
     gathers count as forward and backward.
     """
+
+    collectives = "all_gather of times or traffic, after the steps that are printed"
 
     def __init__(
         self, config: CompleteConfig, mesh: Mesh, parts: Assembly, *, say: Callable[[str], None]
@@ -211,6 +222,10 @@ class StepWatch:
         self._steps = 0
         self._first: int | None = None
         self._counted = self._profiled = False
+
+    def around(self, step: Step) -> AbstractContextManager[None]:
+        """Observe the step in the block."""
+        return self.step(step.number)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

@@ -66,3 +66,11 @@ def _from_floats(row: Sequence[float]) -> RankStep:
         own_squares=own_squares,
         side_losses=tuple(side_losses),
     )
+
+
+def mean_of_ranks(mesh: Mesh, values: Sequence[float]) -> float:
+    """Return the mean over the batch of a loss, from its value on every rank; 0 where it is not.
+
+    The ranks of a stage have the means of their own samples, equal ones for all of tp.
+    """
+    return sum(values) / (mesh.replicas.size * mesh.tensor.size)

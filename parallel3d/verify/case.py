@@ -40,8 +40,8 @@ from parallel3d.tensor.random_key import RandomKey
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.train.metrics import MetricsWriter
+from parallel3d.train.observers import observed_trainer
 from parallel3d.train.start import Start
-from parallel3d.train.trainer import Trainer
 from parallel3d.verify import definitions
 from parallel3d.verify.dropout_masks import Masks, share_of_wrong, watched
 from parallel3d.verify.local_ranks import run_locally
@@ -326,7 +326,7 @@ class CaseRun:
                 saver = Saver(
                     parts.engine, self.mesh, parts.layers, folder=saves, asynchronous=behind
                 )
-            Trainer(start, self.mesh, parts, writer=writer, saver=saver).run()
+            observed_trainer(start, self.mesh, parts, writer=writer, saver=saver).run()
             return [json.loads(line) for line in writer.path.read_text().splitlines()]
 
     def _look_at_sums(self) -> None:

@@ -148,7 +148,7 @@ def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
         replicas=Peers(None, 1, 0),
     )
     recorder = profiler.Profiler(ProfileConfig(start=0), mesh, None, run=Path("nowhere"))
-    seen = profiler.Step(0, 100.0, 102.0, [("0F0", 100.5, 101.5)])
+    seen = profiler.RecordedStep(0, 100.0, 102.0, [("0F0", 100.5, 101.5)])
     recorder._steps = [seen]
     lanes = recorder._gather()
     assert [lane.ahead for lane in lanes] == pytest.approx([0, 0, 5, 5], abs=1e-4)

@@ -8,8 +8,8 @@ import torch
 
 from parallel3d.base.section import Problems
 from parallel3d.config import RunConfig
-from parallel3d.train import recomputation as module
-from parallel3d.train.recomputation import Recomputation
+from parallel3d.extras.guard import recomputation as module
+from parallel3d.extras.guard.recomputation import Recomputation
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Trainer
 from tests.checkpoint.drill import changed, prepared_config

@@ -25,6 +25,7 @@ from parallel3d.pipeline.executor import Executor
 from parallel3d.train import known_hardware
 from parallel3d.train import trainer as trainer_module
 from parallel3d.train.ending import DONE, STOPPED, StopRequest
+from parallel3d.train.reporter import Reporter
 from parallel3d.verify.local_ranks import run_locally
 from tests.train.held_out import check_losses
 from tests.train.running import claim_on_first
@@ -195,10 +196,11 @@ def test_one_process_and_many_tell_the_same_story(raw, dp):
 
 def test_side_losses_are_means_over_the_layers_and_the_batch():
     """Of two replicas of two stages: the first has two layers with one loss, the last has both."""
-    trainer = SimpleNamespace(_side_losses=Counter(balance=3, size=1), _copies=2)
+    mesh = SimpleNamespace(replicas=SimpleNamespace(size=2), tensor=SimpleNamespace(size=1))
+    reporter = SimpleNamespace(_side_losses=Counter(balance=3, size=1), _mesh=mesh)
     sums = (2.0, 0.0), (4.0, 0.0), (1.0, 5.0), (2.0, 7.0)
-    rows = [SimpleNamespace(side_losses=own) for own in sums]
-    means = trainer_module.Trainer._means_of_side_losses(trainer, rows)
+    step = SimpleNamespace(rows=[SimpleNamespace(side_losses=own) for own in sums])
+    means = Reporter.means_of_side_losses(reporter, step)
     assert means == {"balance": 9 / 2 / 3, "size": 12 / 2 / 1}
 
 

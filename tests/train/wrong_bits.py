@@ -17,10 +17,10 @@ from functools import cache
 
 import torch
 
+from parallel3d.extras.guard.recomputation import Recomputation
 from parallel3d.tensor import collectives
 from parallel3d.tensor.collectives import all_reduce
 from parallel3d.train.check_bits import WrongBits
-from parallel3d.train.recomputation import Recomputation
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
 
@@ -242,7 +242,7 @@ def take_step(trainer, recomputation, step, planted=None):
     batch = batches[step % len(batches)]
     with planted or ExitStack():
         try:
-            with recomputation.recording(batch, step):
+            with recomputation.recording(step, len(batch)):
                 trainer.executor.run(batch, step)
             if planted and planted.kind == "reduce":
                 planted.spoil_gradient()

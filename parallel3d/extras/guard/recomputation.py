@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_map
 
 from parallel3d.config import CompleteConfig
 from parallel3d.engine import Update, moments, plain_building
+from parallel3d.extras.guard.recorder import Recorder
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.device import name_of_device
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.model import optimizers
-from parallel3d.pipeline.executor import Microbatch
 from parallel3d.pipeline.stages import build_layer
 from parallel3d.schedule.schedule import Op
 from parallel3d.tensor.collectives import all_reduce
@@ -38,7 +38,6 @@ from parallel3d.tensor.side_loss import alias, sum_side_losses
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.check_bits import REMEDY, Row, WrongBits, digest, read_digests
 from parallel3d.train.digests import BOUNDS, is_close
-from parallel3d.train.recorder import Recorder
 
 _Known = dict[str, tuple[int, float]]
 """The bits and the norm of each place of another rank's digests."""
@@ -96,7 +95,7 @@ class Recomputation:
         return {name: sorted(parts) for name, parts in segments.items()}
 
     @contextmanager
-    def recording(self, batch: Sequence[Microbatch], step: int) -> Iterator[None]:
+    def recording(self, step: int, num_microbatches: int) -> Iterator[None]:
         """Record the microbatch whose backward is the first of a stage, in the step inside.
 
         Its gradients are its own: those of later ones are added to them.
@@ -107,11 +106,10 @@ class Recomputation:
         key = parts.stages.key
         self._step = step
         self._stage = list(module.layers)[step % len(module.layers)]
-        program = parts.executor.schedule_for(len(batch)).programs[mesh.pipeline.coord]
+        program = parts.executor.schedule_for(num_microbatches).programs[mesh.pipeline.coord]
         self._microbatch = next(
             a.microbatch for a in program if a.stage == self._stage and a.op in (Op.B, Op.I)
         )
-        self._number = batch[self._microbatch].number
         self._recorder = Recorder(key, self._microbatch)
         self._inputs: dict[str, Tensor] = {}
         own = self._stage, self._microbatch
@@ -153,6 +151,7 @@ class Recomputation:
         there are only two, on each of the two once more.
         """
         pulse.doing(f"computing a microbatch of step {self._step + 1} again")
+        self._number = self._parts.executor.batch[self._microbatch].number
         first, third = self._distances()
         others = self._recompute(first)
         own = [

@@ -1,0 +1,99 @@
+"""The observers of a run, in the order in which all ranks call them."""
+
+from collections.abc import Sequence
+
+from parallel3d.checkpoint.save import Saver
+from parallel3d.checkpoint.state import RunState
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.train.assembly import Assembly
+from parallel3d.train.bad_steps import BadSteps
+from parallel3d.train.check_bits import CopyCheck
+from parallel3d.train.digest_log import DigestLog
+from parallel3d.train.ending import StopRequest
+from parallel3d.train.evaluation import Evaluation
+from parallel3d.train.feed import Feed
+from parallel3d.train.gradient_noise import GradientNoise
+from parallel3d.train.metrics import MetricsWriter
+from parallel3d.train.observer import Observer
+from parallel3d.train.profiler import Profiler, StepWatch
+from parallel3d.train.progress import Progress
+from parallel3d.train.reporter import FirstStep, Reporter
+from parallel3d.train.rewinding import Rewinder
+from parallel3d.train.saving import Saving
+from parallel3d.train.scheduled_evaluation import ScheduledEvaluation
+from parallel3d.train.start import Start
+from parallel3d.train.step_filter import StepFilter
+from parallel3d.train.trainer import Trainer
+
+
+def observed_trainer(
+    start: Start,
+    mesh: Mesh,
+    parts: Assembly,
+    *,
+    peak_flops: float | None = None,
+    writer: MetricsWriter | None = None,
+    progress: Progress | None = None,
+    profiler: Profiler | None = None,
+    saver: Saver | None = None,
+    stop: StopRequest | None = None,
+    guards: Sequence[Observer] = (),
+) -> Trainer:
+    """Return the trainer of a run, with the observers that its config asks for.
+
+    The list below is the order of their collectives.
+
+    - `peak_flops`: of a device, per second; without it MFU is not reported.
+    - `writer`, `progress`: only on the rank that reports.
+    - `saver`: without one nothing is saved.
+    - `guards`: further observers, which check a step before anything is decided by its numbers.
+    """
+    config = start.config
+    train = config.train
+    say = progress.say if progress else _ignore
+    stop = stop or StopRequest()
+    feed = Feed(config, mesh, start.corpus, parts.schedule)
+    bad = BadSteps(train, start.checkpoint.state if start.checkpoint else None)
+    rewinder = Rewinder(start, mesh, parts, saver=saver, say=say)
+    saving = None
+    if saver:
+        saving = Saving(config, saver, RunState(config, start.corpus), stop, bad.state)
+    observers: list[Observer] = []
+    if profiler:
+        observers.append(profiler)
+    observers += [StepWatch(config, mesh, parts, say=say), FirstStep(config, mesh, say)]
+    if train.check_bits.every:
+        observers.append(CopyCheck(train.check_bits.every, mesh, parts, start.position))
+    observers += guards
+    observers.append(StepFilter(config, mesh, bad, rewinder, say))
+    if train.noise_scale_every:
+        observers.append(GradientNoise(config, mesh, parts.engine))
+    evaluation = Evaluation(
+        config, mesh, corpus=start.corpus, feed=feed, evaluator=parts.evaluator, stop=stop
+    )
+    observers.append(ScheduledEvaluation(config, evaluation))
+    observers.append(
+        Reporter(
+            config,
+            mesh,
+            parts,
+            feed,
+            position=start.position,
+            peak_flops=peak_flops,
+            writer=writer,
+            progress=progress,
+            saving=saving,
+        )
+    )
+    if train.digest_every:
+        writes = writer is not None
+        observers.append(
+            DigestLog(train.digest_every, mesh, parts, folder=start.folder, writes=writes)
+        )
+    if saving:
+        observers.append(saving)
+    return Trainer(start, mesh, parts, feed=feed, observers=observers, rewinder=rewinder, stop=stop)
+
+
+def _ignore(text: str) -> None:
+    """Say nothing, on ranks that report nothing."""
