@@ -203,7 +203,7 @@ def test_no_false_alarm(number, tmp_path):
     if raw["parallel3d"]["model"]["family"] == "gpt":
         raw["parallel3d"]["model"] |= {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
     config = RunConfig.from_dict(raw)
-    other = (1, 2, 2) if config.pipeline.stages_per_rank == 1 else mesh
+    other = MeshSizes(dp=2, tp=2) if config.pipeline.stages_per_rank == 1 else mesh
     small, reference = prepare(config, (mesh, other), tmp_path)
     saved = tmp_path / "saved"
     errors, counters = checked(
