@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from contextlib import closing
@@ -11,10 +10,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
-from parallel3d.base.arguments import DONE, STOPPED, Parser, amount, prints_errors_as, whole_number
-from parallel3d.base.errors import ConfigError
+from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
 from parallel3d.config import ResolvedConfig, RunConfig, help_text
-from parallel3d.mesh.launch import Launch
+from parallel3d.launch import quick
 from parallel3d.train import ending
 from parallel3d.train.claim import Claim, check_restarts, claim, resolve_config
 from parallel3d.train.ending import StopRequest, command_to_go_on, end_with, join, meet_at_the_end
@@ -24,14 +22,6 @@ if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the fol
     from parallel3d.train.assembly import Assembly
     from parallel3d.train.observer import Observer
     from parallel3d.train.start import Start
-
-
-# Flags of a run that is chosen without a config, and their help.
-_WISHES = {
-    "--minutes": "without --config: choose a run that ends after about N minutes on this machine",
-    "--params": "without --config: train the largest model of up to N parameters, such as 5M",
-    "--tokens": "without --config: train on N tokens, such as 100M",
-}
 
 
 def train(
@@ -132,50 +122,19 @@ def run(
 
 def main() -> NoReturn:
     """Run the command `train`, and exit with its code; only rank 0 prints."""
+    words = sys.argv[1:]
+    if any(word.partition("=")[0] in quick.FLAGS for word in words):  # for one release
+        command = shlex.join(["parallel3d", "quick", *words])
+        ending.say(f"choosing a run is a command of its own, which runs now: {command}")
+        sys.exit(quick.main())
     args, overrides = parse_args()
-    if args.config is None:
-        sys.exit(prints_errors_as("train")(partial(start_chosen, args, overrides))())
     end_with(partial(run, args, overrides))
-
-
-def start_chosen(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Choose a run by --minutes, --params and --tokens, and become the launcher of its ranks."""
-    if Launch.from_environment().world_size > 1:
-        raise ConfigError(
-            "--config: is missing under a launcher; for --minutes, --params and --tokens start "
-            "`parallel3d train` by itself, which starts the ranks"
-        )
-    from parallel3d.data.sources import write_stories
-    from parallel3d.extras.calibrate.dial import Wishes, dial  # it loads torch
-
-    if args.data:
-        overrides = ["--data.source=text", f"--data.paths={write_stories()}", *overrides]
-    base = RunConfig.from_json("ds.json", overrides)
-    path, ranks = dial(base, Wishes(args.minutes, args.params, args.tokens), ending.say)
-    # The pace was measured with these threads; torchrun would set 1.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    words = ["-m", "parallel3d", "train", "--config", str(path)]
-    if ranks > 1:
-        words = [*launcher, *words]
-    if args.json:
-        words.append("--json")
-    words += overrides  # the user's settings come last and win
-    ending.say(f"to resume the run: {shlex.join(['python', *words])}")
-    os.execv(sys.executable, [sys.executable, *words])
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `train`, and the rest of the command line: settings by their path."""
     parser = Parser(__doc__, help_text())
     parser.add_config(required=False)
-    for flag, text in _WISHES.items():
-        parser.add_argument(flag, type=amount, metavar="N", help=text)
-    parser.add_argument(
-        "--data",
-        choices=("stories",),
-        help="without --config: train on prose, the King James Bible of Debian's bible-kjv",
-    )
     parser.add_json()
     parser.add_argument(
         "--dry-run",
@@ -187,16 +146,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()
-    wishes = [flag for flag in _WISHES if getattr(args, flag.removeprefix("--")) is not None]
-    if not wishes and args.config is None:
-        parser.error("--config: is missing; add it, or --minutes 20 for a run of that time")
-    if args.data is not None:
-        wishes.append("--data")
-    if wishes and (args.config or args.dry_run is not None):
-        other = "--config" if args.config else "--dry-run"
-        parser.error(f"{wishes[0]}: cannot be combined with {other}; use one of the two")
-    if all(flag in wishes for flag in _WISHES):
-        parser.error(f"{', '.join(_WISHES)}: one follows from the others; remove one")
+    if args.config is None:
+        parser.error("--config: is missing; add it, or let `parallel3d quick --minutes 20` choose")
     return args, overrides
 
 

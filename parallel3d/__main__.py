@@ -26,6 +26,7 @@ COMMANDS = {
     "replay": "train a step of a run again, and name what differs",
     "doctor": "check the hosts of a launch: versions, links, clocks, folders, limits",
     "scale": "plan, run and fit scaling ladders",
+    "quick": "choose a run for the time at hand, and train it",
 }
 
 

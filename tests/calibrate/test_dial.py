@@ -1,4 +1,4 @@
-"""`train --minutes`: what is chosen for a machine of known speed, and what is refused."""
+"""`parallel3d quick`: what is chosen for a machine of known speed, and what is refused."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch import train
+from launch import quick, train
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.hardware import Hardware, Link
@@ -123,38 +123,45 @@ def test_too_little_time_is_refused_with_remedy(place):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "--config: is missing; add it, or --minutes 20"),
+        ([], "--minutes: is missing; add it, or --params 5M or --tokens 100M"),
         (["--minutes", "no"], "--minutes = no: must be a positive number; use one such as 20"),
         (["--minutes", "0"], "--minutes = 0: must be a positive number"),
         (["--params", "5M", "--config", "ds.json"], "--params: cannot be combined with --config"),
-        (["--data", "stories"], "--config: is missing; add it, or --minutes 20"),
-        (["--data", "stories", "--config", "ds.json"], "--data: cannot be combined with --config"),
+        (["--data", "stories"], "--minutes: is missing"),
+        (["--data", "stories", "--config", "ds.json"], "--minutes: is missing"),
+        (["--minutes", "1", "--config=ds.json"], "--minutes: cannot be combined with --config"),
         (["--minutes", "1", "--dry-run"], "--minutes: cannot be combined with --dry-run"),
         (["--minutes", "1", "--params", "1M", "--tokens", "1M"], "remove one"),
     ],
 )
 def test_contradicting_flags_are_refused(monkeypatch, capsys, words, message):
-    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    monkeypatch.setattr(sys, "argv", ["quick.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        quick.main()
+    assert ended.value.code == BAD_INPUT and message in capsys.readouterr().err
+
+
+def test_train_without_a_config_names_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
     with pytest.raises(SystemExit) as ended:
         train.main()
-    assert ended.value.code == BAD_INPUT and message in capsys.readouterr().err
+    assert ended.value.code == BAD_INPUT
+    message = "train: --config: is missing; add it, or let `parallel3d quick --minutes 20` choose"
+    assert message in capsys.readouterr().err
 
 
 def test_stories_are_written_as_one_file_per_book(place, monkeypatch, capsys):
     """With a stand-in for the package's program, and without it."""
     seen = []
-    monkeypatch.setattr(train.os, "execv", lambda program, words: seen.append(words))
-    monkeypatch.setattr(sys, "argv", ["train.py", "--minutes", "5", "--data", "stories"])
+    monkeypatch.setattr(quick.os, "execv", lambda program, words: seen.append(words))
+    monkeypatch.setattr(sys, "argv", ["quick.py", "--minutes", "5", "--data", "stories"])
     monkeypatch.setenv("PATH", str(place))
-    with pytest.raises(SystemExit) as ended:
-        train.main()
-    assert ended.value.code == BAD_INPUT and not seen
+    assert quick.main() == BAD_INPUT and not seen
     assert "run `apt-get install bible-kjv`" in capsys.readouterr().err
     program = place / "bible"
     program.write_text("#!/bin/sh\necho 'Ge1:1 In the beginning'\necho '1Sm12:3 Behold, here'\n")
     program.chmod(0o755)
-    with pytest.raises(SystemExit):
-        train.main()
+    quick.main()
     texts = {path.name: path.read_text() for path in (place / "stories").iterdir()}
     assert texts == {"Ge.txt": "In the beginning\n", "1Sm.txt": "Behold, here\n"}
     (words,) = seen
@@ -164,19 +171,16 @@ def test_stories_are_written_as_one_file_per_book(place, monkeypatch, capsys):
 def test_minutes_are_refused_under_a_launcher(monkeypatch, capsys):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--minutes", "5"])
-    with pytest.raises(SystemExit) as ended:
-        train.main()
-    assert ended.value.code == BAD_INPUT
-    assert "--config: is missing under a launcher" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["quick.py", "--minutes", "5"])
+    assert quick.main() == BAD_INPUT
+    assert "WORLD_SIZE = 2" in capsys.readouterr().err
 
 
 def test_ranks_are_started_with_the_written_config(place, monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(train.os, "execv", lambda program, words: seen.append(words))
-    monkeypatch.setattr(sys, "argv", ["train.py", "--minutes", "5", "--json", "--train.seed", "7"])
-    with pytest.raises(SystemExit):
-        train.main()
+    monkeypatch.setattr(quick.os, "execv", lambda program, words: seen.append(words))
+    monkeypatch.setattr(sys, "argv", ["quick.py", "--minutes", "5", "--json", "--train.seed", "7"])
+    quick.main()
     (words,) = seen
     assert words[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = "-m parallel3d train --config runs/5-minutes.json --json --train.seed 7"
@@ -186,3 +190,14 @@ def test_ranks_are_started_with_the_written_config(place, monkeypatch, capsys):
     written = json.loads((place / "runs/5-minutes.json").read_text())
     assert written["parallel3d"]["run"]["name"] == "5-minutes"
     assert isinstance(dial.machine_of(None, print), Hardware)
+
+
+def test_train_by_minutes_names_the_new_command_and_runs_it(place, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(quick.os, "execv", lambda program, words: seen.append(words))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--minutes", "5", "--run.name", "my run"])
+    with pytest.raises(SystemExit):
+        train.main()
+    line, *_ = capsys.readouterr().err.splitlines()
+    assert line.endswith("parallel3d quick --minutes 5 --run.name 'my run'")
+    assert seen[0][-2:] == ["--run.name", "my run"]

@@ -42,7 +42,7 @@ def steps_of(run):
 
 
 def test_from_a_clone_to_a_resumed_run(clone):
-    printed = parallel3d(clone, "train", "--minutes", str(MINUTES))
+    printed = parallel3d(clone, "quick", "--minutes", str(MINUTES))
     (run,) = (path.parent for path in (clone / "runs").glob("*/metrics.jsonl"))
     assert f"{len(steps_of(run))}" in printed and "held-out loss" in printed
     assert (run / "config.json").is_file() and (run / "weights" / "config.json").is_file()

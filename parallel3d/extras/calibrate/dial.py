@@ -1,4 +1,4 @@
-"""Choose a run for the time at hand: `parallel3d train --minutes 20`, without a config."""
+"""Choose a run for the time at hand: `parallel3d quick --minutes 20`, without a config."""
 
 import json
 import math
