@@ -36,17 +36,17 @@ def evaluate(
     """Evaluate the checkpoint and print the losses; return the exit code."""
     # These load torch, which is slow; invalid arguments have been refused before.
     from parallel3d.checkpoint.describe import find_checkpoints
-    from parallel3d.train import from_checkpoint
+    from parallel3d.train import evaluate_checkpoint
 
     checkpoint = find_checkpoints(args.path)[0]
-    requested = from_checkpoint.evaluation_config(
+    requested = evaluate_checkpoint.evaluation_config(
         checkpoint, launch, file=args.config, overrides=overrides, samples=args.samples
     )
     config = resolve_config(requested, launch)
     mesh = join(config, launch)
     console = terminal.console(True)
     console.quiet = mesh.rank != 0
-    losses = from_checkpoint.evaluate(config, mesh, checkpoint, stop, console)
+    losses = evaluate_checkpoint.evaluate(config, mesh, checkpoint, stop, console)
     if losses is not None and mesh.rank == 0:
         if args.json:
             print(json.dumps({"sets": {name: numbers(loss) for name, loss in losses.items()}}))

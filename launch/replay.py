@@ -28,7 +28,7 @@ def main() -> NoReturn:
 
 def replay(args: argparse.Namespace, overrides: list[str], launch: Launch) -> int:
     """Train the step again and print what differs; return the exit code."""
-    from parallel3d.train import from_checkpoint as replaying  # it loads torch
+    from parallel3d.extras.guard import replay as replaying  # it loads torch
 
     requested, checkpoint = replaying.replay_config(args.run, args.step, args.mesh, overrides)
     config = resolve_config(requested, launch)

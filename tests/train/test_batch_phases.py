@@ -7,7 +7,7 @@ import pytest
 
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.ending import DONE, STOPPED
-from parallel3d.train.from_checkpoint import evaluation_config
+from parallel3d.train.evaluate_checkpoint import evaluation_config
 from tests.checkpoint.drill import LENGTH, changed, prepared_config
 from tests.own_families import FOLDER, forgotten_afterwards
 from tests.train.running import folder_of, start

@@ -235,8 +235,8 @@ def test_no_process_group_is_destroyed_before_the_end_is_reported(monkeypatch, c
     else:
         prefix = "parallel3d.train"
         monkeypatch.setattr("parallel3d.checkpoint.describe.find_checkpoints", lambda path: [path])
-        monkeypatch.setattr(f"{prefix}.from_checkpoint.evaluation_config", lambda *a, **b: None)
-        monkeypatch.setattr(f"{prefix}.from_checkpoint.evaluate", lambda *arguments: {})
+        monkeypatch.setattr(f"{prefix}.evaluate_checkpoint.evaluation_config", lambda *a, **b: None)
+        monkeypatch.setattr(f"{prefix}.evaluate_checkpoint.evaluate", lambda *arguments: {})
         args = SimpleNamespace(path=None, config=None, samples=None, json=False)
         code = module.evaluate(args, [], end.launch, StopRequest(end))
     with pytest.raises(SystemExit):

@@ -16,7 +16,7 @@ from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.ending import DONE, STOPPED, StopRequest
-from parallel3d.train.from_checkpoint import evaluation_config
+from parallel3d.train.evaluate_checkpoint import evaluation_config
 from parallel3d.verify.local_ranks import run_locally
 from tests.train.held_out import held_out_loss
 from tests.train.running import folder_of, train_on_rank

@@ -8,7 +8,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.checkpoint.manifest import STATE
 from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
-from parallel3d.train.from_checkpoint import evaluation_config
+from parallel3d.train.evaluate_checkpoint import evaluation_config
 from tests.config.configs import raw
 from tests.config.test_pretrained import LLAMA, published
 

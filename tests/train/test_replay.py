@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from parallel3d.base.errors import CheckpointError
+from parallel3d.extras.guard import replay as replaying
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.train import from_checkpoint as replaying
 from parallel3d.train.ending import DONE
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.drill import changed, prepared_config
