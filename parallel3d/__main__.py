@@ -11,23 +11,27 @@ from importlib.metadata import version
 import parallel3d
 from parallel3d.base.arguments import BAD_INPUT
 
-COMMANDS = {
+# In the order of the help: what training needs, then what a run may want (parallel3d/extras).
+CORE = {
     "train": "train a model",
-    "plan": "predict memory and speed, and find the best mesh, before a run",
-    "verify": "compare small runs of a config with plain transformers on the CPU",
-    "draw": "draw a pipeline schedule, or a measured step",
     "prepare": "tokenise the corpus of a config",
+    "plan": "predict memory and speed, and find the best mesh, before a run",
+    "draw": "draw a pipeline schedule, or a measured step",
+    "verify": "compare small runs of a config with plain transformers on the CPU",
     "checkpoint": "inspect and verify checkpoints",
     "convert": "convert weights to and from transformers",
-    "generate": "generate text with a trained model",
     "evaluate": "evaluate a checkpoint on held-out text and validation sets",
-    "report": "write a page with the curves of runs",
-    "runs": "compare two runs",
-    "replay": "train a step of a run again, and name what differs",
-    "doctor": "check the hosts of a launch: versions, links, clocks, folders, limits",
-    "scale": "plan, run and fit scaling ladders",
-    "quick": "choose a run for the time at hand, and train it",
+    "generate": "generate text with a trained model",
+    "runs": "name the first step and parameter in which two runs differ",
 }
+EXTRAS = {
+    "quick": "train without a config, for the time at hand",
+    "report": "write a page with the curves of runs",
+    "scale": "plan, run and fit scaling ladders",
+    "doctor": "check the hosts of a launch: versions, links, clocks, folders",
+    "replay": "train a step of a run again, and name what differs",
+}
+COMMANDS = CORE | EXTRAS
 
 
 def main() -> int:
@@ -63,10 +67,16 @@ def _versions() -> Iterator[str]:
 
 
 def _help() -> str:
+    """Return the screen of `parallel3d --help`."""
+    lines = ["usage: parallel3d COMMAND ..."]
     width = max(map(len, COMMANDS))
-    rows = (f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
-    usages = ("parallel3d COMMAND --help", "parallel3d --version")
-    return "\n".join(("usage: parallel3d COMMAND ...", "", *rows, "", *usages))
+    for heading, commands in (("Commands", CORE), ("Extras, which training does not need", EXTRAS)):
+        lines += ["", f"{heading}:"]
+        for name, text in commands.items():
+            lines.append(f"  {name:<{width}}  {text}")
+    lines += ["", "parallel3d COMMAND --help   the flags of a command, and an example"]
+    lines.append("parallel3d --version        versions of parallel3d, torch, DeepSpeed and CUDA")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

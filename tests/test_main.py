@@ -28,7 +28,16 @@ def test_help_names_the_commands(monkeypatch, capsys):
     for words in ((), ("--help",), ("-h",)):
         assert call(monkeypatch, *words) == 0
         text = capsys.readouterr().out
-        assert all(f"\n  {name} " in text for name in program.COMMANDS)
+        assert max(map(len, text.splitlines())) <= 80
+        core, extras = text.split("\nExtras")
+        assert all(f"\n  {name} " in core for name in program.CORE)
+        assert all(f"\n  {name} " in extras for name in program.EXTRAS)
+
+
+def test_commands_of_the_extras_are_those_whose_work_is_there():
+    """Commands of the core may ask extras for a part: a guard, a calibration."""
+    for name in program.EXTRAS:
+        assert "from parallel3d.extras." in (LAUNCH / f"{name}.py").read_text(), name
 
 
 @pytest.mark.parametrize("cuda", [None, "12.8"])
