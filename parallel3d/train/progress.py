@@ -126,9 +126,9 @@ class Progress:
         elapsed = in_words(task.elapsed or 0.0)
         if task.finished:
             return elapsed
-        each = 1 / task.speed if task.speed else task.elapsed or 0.0
-        steps_left = task.remaining or 0.0
-        left = in_words(steps_left * each)
+        if not task.speed:  # the first step also compiles: nothing can be told from it
+            return elapsed if brief else f"{elapsed} elapsed"
+        left = in_words((task.remaining or 0.0) / task.speed)
         return f"{elapsed}<{left}" if brief else f"{elapsed} elapsed, {left} left"
 
     def say(self, text: str) -> None:

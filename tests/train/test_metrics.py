@@ -191,6 +191,8 @@ def test_remaining_time_is_estimated_from_newest_steps(monkeypatch):
         for step in range(first + 1, first + 101):
             clock[0] += 500 if step == 1 else 2
             log.show(step_metrics(step))
+            if step == first + 1:
+                assert stream.getvalue().rstrip().endswith("elapsed"), "it predicts nothing"
         left = (1000 - first - 100) * 2
         assert stream.getvalue().rstrip().endswith(f"{in_words(left)} left")
 
