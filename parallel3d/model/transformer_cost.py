@@ -117,18 +117,16 @@ def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
         activated = 0
         if isinstance(module, MlpCost) and "mlp_act" in recompute.parts:
             activated = stream.tokens * stream.share(module.inner)
-        waiting = 1 if beside else 0
-        if "layernorm" in recompute.parts and not keeps and not c.post_norm:
-            waiting += 1
-        parts.append(_residual_sum(stream, waiting, activated))
+        frees_norm = "layernorm" in recompute.parts and not keeps and not c.post_norm
+        parts.append(_residual_sum(stream, beside, frees_norm, activated))
     return in_order(parts)
 
 
-def _residual_sum(stream: Stream, waiting: int, activated: int) -> LayerCost:
+def _residual_sum(stream: Stream, beside: bool, frees_norm: bool, activated: int) -> LayerCost:
     """Return the cost of dropout(output) + stream: a one-byte mask is kept of the dropout.
 
-    - `waiting`: tensors that no backward needs, and that wait for the module's output: the sum of
-      the modules before it, and an input that is recomputed.
+    - `beside`: the sum of the modules before it waits for the module's output.
+    - `frees_norm`: the module's input is recomputed, and freed when the module is done.
     - `activated`: elements of an activation that is recomputed, alive until the last product is
       done.
     """
@@ -136,8 +134,10 @@ def _residual_sum(stream: Stream, waiting: int, activated: int) -> LayerCost:
     dropout = stream.dropout
     traffic = 3 * part + (2 * part if dropout else 0)
     working = 0
-    if waiting:
-        working = waiting * part + max(stream.gradients, part + activated)
+    if beside or frees_norm:
+        waiting = part if beside else 0
+        in_module = part + activated + (part if frees_norm else 0)
+        working = waiting + max(stream.gradients, in_module)
     return LayerCost(
         0,
         Work(traffic=traffic),
