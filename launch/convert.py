@@ -19,7 +19,6 @@ from parallel3d.base import atomic, terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, output_file, prints_errors_as
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.extras.foreign import convert as foreign
 
 if TYPE_CHECKING:  # torch is imported late, so that a wrong command line is reported first
     from parallel3d.huggingface.conversion import Proof
@@ -83,6 +82,8 @@ def convert_config(args: argparse.Namespace) -> int:
 
     Return 1 if no config can express the settings; an invalid config raises ConfigError.
     """
+    from parallel3d.extras.foreign import convert as foreign
+
     if args.out and args.out.exists():
         raise ConfigError(f"--out = {args.out}: exists; remove it, or name another file")
     config, rows = foreign.convert(args.files)
