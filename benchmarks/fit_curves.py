@@ -138,7 +138,7 @@ class Fit:
                         step_time(row.setting, row.hardware, curves).seconds
                         / lower_bound(row.setting, row.hardware, curves)
                     )
-                    if row.setting.pp > 1
+                    if row.setting.mesh.pp > 1
                     else 0.0
                     for row in self.rows
                 ]

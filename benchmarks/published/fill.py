@@ -193,7 +193,7 @@ class Filled:
         """Note the network that a row of several nodes is assumed to have."""
         node = hardware.devices_per_node
         network = hardware.network
-        if node and network and setting.devices > node.value:
+        if node and network and setting.mesh.ranks > node.value:
             self.or_else("network_gbps", None, round(network.bandwidth.value * 8 / 1e9, 3))
             self.or_else("devices_per_node", None, int(node.value))
 

@@ -21,7 +21,7 @@ def hardware_flops(setting: Setting) -> float:
     arXiv:2104.04473, equation 3: 96 Bslh^2 (1 + s/6h + V/16lh); the head is not computed again.
     """
     blocks, head = _forward_flops(setting)
-    again = setting.recomputed_share if setting.recompute == FULL else 0.0
+    again = setting.recomputed_share if setting.flow.recompute == FULL else 0.0
     return (3 + again) * blocks + 3 * head
 
 
@@ -48,7 +48,7 @@ def flops_of_step(setting: Setting, convention: str, attention: str) -> tuple[st
 
 def num_params(setting: Setting) -> int:
     """Parameters that a token uses, added up once for all settings of one model."""
-    return _num_params(model_of(setting.layers))
+    return _num_params(model_of(setting.workload.layers))
 
 
 @lru_cache(maxsize=4096)
@@ -66,8 +66,8 @@ def peak_of(hardware: Hardware, precision: Precision) -> float:
 
 def _forward_flops(setting: Setting) -> tuple[float, float]:
     """(blocks, embedding and head) of a step, over all devices."""
-    model = model_of(setting.layers)
-    shape = Shape(1, setting.shape.seq)
+    model = model_of(setting.workload.layers)
+    shape = Shape(1, setting.workload.seq)
     each = [float(cost_of(model, k, shape).forward_flops) for k in range(len(model.kinds))]
     head = each[model.kind_of[-1]] * setting.global_batch_size
     return sum(each[k] for k in model.kind_of) * setting.global_batch_size - head, head

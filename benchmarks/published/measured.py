@@ -28,7 +28,7 @@ def seconds_of(
         return measured, None
     # Two FLOPs a parameter and token forward, four backward; attention, half of it masked, is more.
     least = max(6.0 * num_params(setting) * setting.tokens_per_step, model_flops(setting) / 2)
-    share = least / setting.devices / (peak_of(hardware, setting.precision) * seconds)
+    share = least / setting.mesh.ranks / (peak_of(hardware, setting.workload.precision) * seconds)
     remedy = "correct what was measured, or the sizes"
     if not SLOWEST <= share <= 1:
         raise UnusableRow(
@@ -48,7 +48,7 @@ def _stated(
     setting: PublishedSetting,
     hardware: Hardware,
 ) -> tuple[str, float | None]:
-    per_device = setting.tokens_per_step / setting.devices
+    per_device = setting.tokens_per_step / setting.mesh.ranks
     if seconds := numbers.get("measured_iter_time_s"):
         return "seconds of a step", seconds
     if rate := numbers.get("measured_tokens_per_s_per_gpu"):
@@ -71,10 +71,11 @@ def _stated(
         )
     name, each = flops
     if tflops is not None:
-        return f"TFLOP/s, {name}", each / setting.devices / (tflops * 1e12)
+        return f"TFLOP/s, {name}", each / setting.mesh.ranks / (tflops * 1e12)
     assert mfu is not None
     if mfu <= 1:
         rule = "measured_mfu is below one per cent, or a fraction"
         raise UnusableRow(f"{rule}: {mfu}; write it per cent", rule)
-    peak = peak_of(hardware, setting.precision)
-    return f"MFU of {peak / 1e12:.0f} TFLOP/s, {name}", each / setting.devices / (mfu / 100 * peak)
+    peak = peak_of(hardware, setting.workload.precision)
+    per_device = each / setting.mesh.ranks
+    return f"MFU of {peak / 1e12:.0f} TFLOP/s, {name}", per_device / (mfu / 100 * peak)

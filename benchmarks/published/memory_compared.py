@@ -76,7 +76,7 @@ class Compared(NamedTuple):
 
 def holds_of(row: PublishedRun) -> Holds | None:
     """The bytes that the program of a row holds; None where the program is not described."""
-    return _HOLDS.get(row.setting.software.name)
+    return _HOLDS.get(row.setting.workload.software.name)
 
 
 def compare(row: PublishedRun) -> Compared | None:

@@ -46,12 +46,14 @@ class Holds:
 
 def parts_of(setting: Setting, holds: Holds, hardware: Hardware | None = None) -> tuple[Parts, ...]:
     """Bytes on a device of each pipeline coordinate, by the names of the planner's PARTS."""
-    model = model_of(setting.layers)
-    num_stages = setting.pp * setting.stages_per_rank
-    cuts = stages_of(model, num_stages, holds.placement, setting.shape.seq)
-    schedule = setting.schedule if setting.pp > 1 else "one_f_one_b"  # none keeps more than one
-    homes = stages_on(schedule, setting.pp, setting.stages_per_rank)
-    numbers = schedule, setting.pp, setting.num_microbatches, setting.stages_per_rank
+    model = model_of(setting.workload.layers)
+    cuts = stages_of(model, setting.num_stages, holds.placement, setting.workload.seq)
+    pp = setting.mesh.pp
+    stages_per_rank, schedule = setting.order
+    if pp == 1:
+        schedule = "one_f_one_b"  # none keeps more than one
+    homes = stages_on(schedule, pp, stages_per_rank)
+    numbers = schedule, pp, setting.num_microbatches, stages_per_rank
     found = []
     for coord, home in enumerate(homes):
         stages = tuple(cuts[stage] for stage in home)
@@ -63,7 +65,7 @@ def parts_of(setting: Setting, holds: Holds, hardware: Hardware | None = None) -
         )
         parts = _states(setting, holds, model, layers)
         parts["activations"] = sum(n * p.saved for n, p in zip(counts, passing, strict=True))
-        logits = holds.logit_tp if setting.tp > 1 and holds.logit_tp else holds.logit
+        logits = holds.logit_tp if setting.mesh.tp > 1 and holds.logit_tp else holds.logit
         logits *= max(p.logits for p in passing)
         working = max(p.working for p in passing)
         # The loss comes before the first block's backward: whichever of the two takes more.
@@ -83,13 +85,14 @@ class _Pass(NamedTuple):
 
 
 def _pass(setting: Setting, model: LayerKinds, layers: range) -> _Pass:
-    shape = Shape(setting.shape.batch, -(-setting.shape.seq // setting.cp))
-    element = setting.bytes_per_element
-    classic = setting.software.attention == "classic"
+    flow = setting.flow
+    shape = Shape(flow.micro_batch, -(-setting.workload.seq // flow.mesh.cp))
+    element = setting.workload.bytes_per_element
+    classic = setting.workload.software.attention == "classic"
     saved = working = logits = 0
     for i in layers:
         kind = model.kind_of[i]
-        cost = cost_of(model, kind, shape, setting.tp, setting.sequence_parallel, setting.recompute)
+        cost = cost_of(model, kind, shape, flow.mesh.tp, flow.sequence_parallel, flow.recompute)
         if i == len(model.layers) - 1:
             product = cost.forward.matmuls[0]
             logits = product.m * product.n
@@ -104,7 +107,7 @@ def _pass(setting: Setting, model: LayerKinds, layers: range) -> _Pass:
 def _kept_products(setting: Setting, cost: LayerCost) -> KeptMemory:
     """What "full" recomputation of only a share of the products keeps: the others' results."""
     attention = cost.forward.attention
-    if setting.recompute != FULL or setting.recomputed_share == 1 or attention is None:
+    if setting.flow.recompute != FULL or setting.recomputed_share == 1 or attention is None:
         return KeptMemory()
     results = sum(m.m * m.n for m in cost.forward.matmuls)
     attended = attention.batch * attention.seq * attention.heads * attention.head_size
@@ -112,43 +115,43 @@ def _kept_products(setting: Setting, cost: LayerCost) -> KeptMemory:
 
 
 def _states(setting: Setting, holds: Holds, model: LayerKinds, layers: tuple[int, ...]) -> Parts:
-    sizes = [_elements(model, kind, setting.tp) for kind in layers]
+    sizes = [_elements(model, kind, setting.mesh.tp) for kind in layers]
     elements = sum(sizes)
     shards = setting.shards
     first = model.kind_of[0]
     last = model.kind_of[-1]
     if first in layers and last in layers:
-        elements -= _tied(model, last, setting.tp)
+        elements -= _tied(model, last, setting.mesh.tp)
     sharded = -(-elements // shards)
-    owned = sharded if setting.zero_stage else elements
-    gradient = setting.software.gradient_bytes
+    owned = sharded if setting.state.zero_stage else elements
+    gradient = setting.workload.software.gradient_bytes
     states = holds.states
     fixed = 0
-    if setting.zero_stage:
+    if setting.state.zero_stage:
         states = states + holds.partition
         fixed = holds.fixed
     parts = {
-        "weights": holds.weight * (sharded if setting.zero_stage == 3 else elements),
+        "weights": holds.weight * (sharded if setting.state.zero_stage == 3 else elements),
         "gathered": 0,
         "gradients": gradient * elements,
-        "optimizer": 0 if setting.offload_optimizer != "none" else states * owned,
+        "optimizer": 0 if setting.state.offload_optimizer != "none" else states * owned,
         "activations": 0,
         "logits": 0,
         "buffers": fixed + (holds.bucket * elements if shards > 1 else 0),
         "margin": 0,
     }
-    if setting.zero_stage == 3:
-        ends = sum(_elements(model, k, setting.tp) for k in {first, last} & set(layers))
+    if setting.state.zero_stage == 3:
+        ends = sum(_elements(model, k, setting.mesh.tp) for k in {first, last} & set(layers))
         blocks = [
             size for kind, size in zip(layers, sizes, strict=True) if kind not in (first, last)
         ]
-        if setting.pp > 1 or setting.holds_weights:
+        if setting.mesh.pp > 1 or setting.state.holds_weights:
             # In a pipeline weights stay gathered, and gradients whole, from first to last pass.
-            parts["gathered"] = setting.bytes_per_element * elements
+            parts["gathered"] = setting.workload.bytes_per_element * elements
         else:
             # The group of embedding and head, a block, and the next one that is on its way.
             gathered = ends + 2 * max(blocks, default=0)
-            parts["gathered"] = setting.bytes_per_element * gathered
+            parts["gathered"] = setting.workload.bytes_per_element * gathered
             parts["gradients"] = gradient * sharded
     return parts
 

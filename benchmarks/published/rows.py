@@ -50,7 +50,7 @@ class PublishedRun:
     @property
     def has_experts(self) -> bool:
         """Whether the model has experts, on whose speed no curve was fitted."""
-        return self.setting.num_active_params < self.setting.num_params
+        return self.setting.workload.num_active_params < self.setting.workload.num_params
 
     @property
     def chip(self) -> str:
@@ -143,7 +143,7 @@ def _row(line: int, cells: dict[str, str], default: Software | None) -> Publishe
     if "rowwise" in cells["precision"]:
         filled.notes.append(ROWWISE)
     setting = setting_of(cells, filled, model, program, machine)
-    if setting.precision == "bf16" and machine.peak("bf16") is None:
+    if setting.workload.precision == "bf16" and machine.peak("bf16") is None:
         rule = "the chip has no bf16"
         raise UnusableRow(f"{machine.name} has no bf16; write fp16 or fp32 in precision", rule)
     filled.network(setting, machine)

@@ -8,10 +8,10 @@ from benchmarks.published.architectures import Architecture
 from benchmarks.published.cells import UnusableRow
 from benchmarks.published.fill import Filled
 from benchmarks.published.programs import cuts_sequence
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config.hardware import Hardware
-from parallel3d.model.spec import Shape
 from parallel3d.plan.layers.placement import model_of, stages_of
-from parallel3d.plan.setting import Precision, Setting, Software
+from parallel3d.plan.setting import Flow, Order, Precision, Setting, Software, Workload, ZeroState
 from parallel3d.schedule.schedules import check_sizes
 
 # Ten times what any published run asks of the planner; a row at either limit takes seconds.
@@ -32,7 +32,7 @@ class PublishedSetting(Setting):
     @property
     def shards(self) -> int:
         """Number of ranks that share ZeRO's state."""
-        return self.sharding_ranks or self.dp * self.cp
+        return self.sharding_ranks or super().shards
 
 
 def _schedule_of(pp: int, virtual: int) -> str:
@@ -74,31 +74,25 @@ def setting_of(
             f"tp = {tp} does not divide {model.heads} attention heads",
             "tp does not divide the attention heads",
         )
-    setting = PublishedSetting(
-        layers=model.specs(),
-        hidden_size=model.hidden,
-        shape=Shape(micro, model.seq),
-        num_microbatches=count,
-        pp=pp,
-        dp=dp,
-        tp=tp,
-        cp=cp,
-        ep=ep,
-        sequence_parallel=tp > 1 and cuts_sequence(program),
-        schedule=_schedule_of(pp, virtual),
-        stages_per_rank=virtual,
-        recompute=recompute,
-        recomputed_share=share,
+    workload = Workload(
+        model.specs(),
+        model.hidden,
+        model.seq,
         precision=vocabulary.precision_of(
             filled.or_else("precision", cells["precision"], sixteen), sixteen
         ),
-        zero_stage=zero,
-        weights=vocabulary.weights_of(f"{stage}; {cells['program']}"),
-        sharding_ranks=vocabulary.shards_of(str(stage), min(in_node, dp * cp)) if zero else 0,
-        reduces_once=zero < 2,
-        offload_optimizer=optimizer,
-        offload_param=params,
         software=vocabulary.with_kernels(program, cells),
+    )
+    mesh = MeshSizes(pp=pp, dp=dp, cp=cp, tp=tp)
+    weights = vocabulary.weights_of(f"{stage}; {cells['program']}")
+    setting = PublishedSetting(
+        workload,
+        count,
+        Flow(mesh, micro, recompute, tp > 1 and cuts_sequence(program), ep),
+        Order(virtual, _schedule_of(pp, virtual)),
+        ZeroState.of(zero, zero < 2, optimizer, params, weights),
+        recomputed_share=share,
+        sharding_ranks=vocabulary.shards_of(str(stage), min(in_node, dp * cp)) if zero else 0,
     )
     _check(setting)
     return setting
@@ -157,25 +151,26 @@ def _batch(filled: Filled, dp: int) -> tuple[int, int]:
 
 def _check(setting: PublishedSetting) -> None:
     """Raises where the pipeline cannot be built, or would be simulated for minutes."""
-    stages = setting.pp * setting.stages_per_rank
-    if setting.pp == 1:
+    stages = setting.num_stages
+    layers = setting.workload.layers
+    if setting.mesh.pp == 1:
         return
-    if stages > len(setting.layers):
+    if stages > len(layers):
         raise UnusableRow(
-            f"{len(setting.layers)} layers (embedding and head counted) cannot fill {stages} "
+            f"{len(layers)} layers (embedding and head counted) cannot fill {stages} "
             "pipeline stages (pp x virtual_pp)",
             "the layers cannot fill the pipeline stages (pp x virtual_pp)",
         )
     for what, size, most in (
         ("forwards and backwards", 2 * stages * setting.num_microbatches, ACTIONS),
-        ("placements of layers", stages * len(setting.layers) ** 2, PLACEMENTS),
+        ("placements of layers", stages * len(layers) ** 2, PLACEMENTS),
     ):
         if size > most:
             raise UnusableRow(
-                f"{setting.num_microbatches:,} microbatches of {len(setting.layers)} layers on "
+                f"{setting.num_microbatches:,} microbatches of {len(layers)} layers on "
                 f"{stages} stages are {size:,} {what}, more than the {most:,} that the planner "
                 "looks at; correct pp, virtual_pp, n_layers or the batch",
                 f"more than {most:,} {what}",
             )
     check_sizes(*setting.action_order)
-    stages_of(model_of(setting.layers), stages, setting.shape.seq)
+    stages_of(model_of(layers), stages, setting.workload.seq)

@@ -209,21 +209,23 @@ def _choice(outcome: Outcome) -> Choice:
         row.source,
         row.gpu,
         row.model,
-        id(setting.layers),
-        setting.devices,
+        id(setting.workload.layers),
+        setting.mesh.ranks,
         setting.global_batch_size,
-        setting.precision,
+        setting.workload.precision,
     )
-    mesh = (setting.pp, setting.dp, setting.tp, setting.cp, setting.zero_stage)
+    pp, dp, cp, tp = setting.mesh
+    mesh = (pp, dp, tp, cp, setting.state.zero_stage)
     way = (
         mesh,
-        setting.stages_per_rank,
-        setting.shape,
-        setting.recompute,
+        setting.order.stages_per_rank,
+        setting.flow.micro_batch,
+        setting.workload.seq,
+        setting.flow.recompute,
         setting.recomputed_share,
-        setting.offload_optimizer,
-        setting.offload_param,
-        setting.software.name,
+        setting.state.offload_optimizer,
+        setting.state.offload_param,
+        setting.workload.software.name,
     )
     return Choice(task, mesh, way, outcome.predicted, outcome.measured)
 
@@ -251,7 +253,8 @@ def _rows(found: Sequence[Outcome]) -> list[dict[str, Any]]:
     for outcome in found:
         choice = _choice(outcome)
         setting = outcome.row.setting
-        mesh = (f"pp{setting.pp}", f"dp{setting.dp}", f"tp{setting.tp}", f"cp{setting.cp}")
+        sizes = setting.mesh
+        mesh = (f"pp{sizes.pp}", f"dp{sizes.dp}", f"tp{sizes.tp}", f"cp{sizes.cp}")
         lines.append(
             {
                 "row": outcome.row.line,
@@ -259,8 +262,8 @@ def _rows(found: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "group": outcome.row.group,
                 "model": outcome.row.model,
                 "gpu": outcome.row.gpu,
-                "devices": setting.devices,
-                "ep": setting.ep,
+                "devices": setting.mesh.ranks,
+                "ep": setting.flow.ep,
                 "measured": outcome.measured,
                 "predicted": outcome.predicted,
                 "constant": outcome.constant,
@@ -268,7 +271,7 @@ def _rows(found: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "assumed": dict(outcome.row.assumed),
                 "model_flops": outcome.run.model_flops,
                 "task": tasks.setdefault(choice.task, len(tasks)),
-                "mesh": " ".join((*mesh, f"zero{setting.zero_stage}")),
+                "mesh": " ".join((*mesh, f"zero{setting.state.zero_stage}")),
                 "way": ways.setdefault(choice.way, len(ways)),
             }
         )

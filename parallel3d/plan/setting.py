@@ -1,13 +1,14 @@
 """The planner's input: one way to run one model, as data."""
 
-from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property, lru_cache
 from math import inf
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from parallel3d import models
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import ResolvedConfig, RunConfig, ZeroConfig
+from parallel3d.config.deepspeed import OptimizerConfig, describe_offload
 from parallel3d.config.hardware import Kernels
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.matrices import NewtonSchulz
@@ -17,6 +18,7 @@ from parallel3d.schedule.sharding import Weights
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Device = Literal["none", "cpu", "nvme"]
+DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # an activation or weight outside the products
 TOKEN_BYTES = 16  # a token and its label, int64
 
@@ -75,100 +77,62 @@ class Software:
 
 
 ENGINE = Software()
-DEFAULT_BUFFERS = ZeroConfig(stage=0)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One way to run one model: its layers, batch, mesh, schedule, ZeRO stage and precision.
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """What a run trains, and how, on any mesh: the part of a setting that no search changes.
 
-    - `shape`: of one microbatch of one data-parallel rank.
-    - `num_microbatches`: per step.
-    - `reduces_once`: True if gradients are reduced once per step.
-    - `weights`: how long ZeRO-3's weights stay gathered.
-    - `ep`: dp ranks that divide the experts among them. `ep_imbalance`: tokens on the busiest of
-      them relative to the mean.
-    - `optimizer`: the name of its file. `newton_schulz`: its work on each hidden matrix, if it
-      needs whole ones.
+    Caches have it in their keys: a request has one, which is compared by its identity.
+
+    - `seq`: tokens of a sample.
+    - `optimizer`: the config's section.
     - `buffers`: the config's zero_optimization, of which only DeepSpeed's buffer sizes are read.
+    - `ep_imbalance`: tokens on the busiest of the ranks that divide the experts, relative to the
+      mean.
     """
 
     layers: tuple[LayerSpec, ...]
     hidden_size: int
-    shape: Shape
-    num_microbatches: int
+    seq: int
     _: KW_ONLY
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    ep_imbalance: float = 1.0
-    sequence_parallel: bool = False
-    schedule: str = "gpipe"
-    stages_per_rank: int = 1
-    recompute: Recompute = NONE
     precision: Precision = "bf16"
-    zero_stage: int = 3
-    reduces_once: bool = True
-    weights: Weights = "per_microbatch"
-    offload_optimizer: Device = "none"
-    offload_param: Device = "none"
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig.model_validate({"params": {"lr": 1e-3}})
+    )
+    buffers: ZeroConfig = field(default_factory=lambda: ZeroConfig(stage=0))
+    ep_imbalance: float = 1.0
     offload_activations: bool = False
-    optimizer: str = "adamw"
-    newton_schulz: NewtonSchulz | None = None
-    buffers: ZeroConfig = DEFAULT_BUFFERS
     software: Software = ENGINE
 
-    @property
-    def action_order(self) -> tuple[str, int, int, int]:
-        """The schedule's name, pp, microbatches and stages per rank: its programs' order."""
-        return self.schedule, self.pp, self.num_microbatches, self.stages_per_rank
+    @classmethod
+    def of(cls, config: RunConfig) -> "Workload":
+        """Return what all meshes of a run share."""
+        own = config.parallel3d
+        return cls(
+            layers_of(own.model),
+            own.model.hidden_size,
+            own.data.sequence_length,
+            precision=config.precision,
+            optimizer=config.optimizer,
+            buffers=config.zero_optimization,
+            ep_imbalance=own.plan.ep_imbalance,
+            offload_activations=own.pipeline.offload_activations == "cpu",
+            software=Software(
+                kernels="eager" if own.train.compile == "none" else "compiled",
+                reduction_bytes=BYTES[config.communication_data_type or "fp32"],
+            ),
+        )
 
-    @property
-    def shards(self) -> int:
-        """Number of ranks that share ZeRO's state; programs with hierarchical ZeRO have fewer."""
-        return self.dp * self.cp
-
-    @property
-    def holds_weights(self) -> bool:
-        """True if ZeRO-3's weights stay gathered for more than one microbatch."""
-        return self.zero_stage == 3 and self.weights != "per_microbatch"
-
-    @property
-    def persistence(self) -> int:
-        """Size up to which ZeRO-3 keeps a parameter whole: 0 where the program gathers weights."""
-        return 0 if self.holds_weights else self.buffers.stage3_param_persistence_threshold
-
-    @property
-    def recomputed_share(self) -> float:
-        """Fraction of the layers that are recomputed in the way `recompute` names."""
-        return 1.0
-
-    @property
-    def mesh(self) -> MeshSizes:
-        """The sizes of the mesh."""
-        return MeshSizes(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
-
-    @property
-    def devices(self) -> int:
-        """Number of devices in the mesh."""
-        return self.mesh.ranks
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of a step."""
-        return self.shape.batch * self.num_microbatches * self.dp
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a step."""
-        return self.global_batch_size * self.shape.seq
-
-    @property
+    @cached_property
     def bytes_per_element(self) -> int:
         """Bytes of one element of a weight or an activation."""
         return BYTES[self.precision]
+
+    @cached_property
+    def newton_schulz(self) -> NewtonSchulz | None:
+        """The optimizer's work on each hidden matrix, if it needs whole ones."""
+        return getattr(self.optimizer.params, "newton_schulz", None)
 
     @property
     def num_params(self) -> int:
@@ -180,26 +144,133 @@ class Setting:
         """Number of parameters that each token uses."""
         return count_params(self.layers, active=True)
 
+
+class Flow(NamedTuple):
+    """A mesh with its micro batch size, recomputation and sequence parallelism.
+
+    - `micro_batch`: samples of one microbatch of one data-parallel rank.
+    - `ep`: dp ranks that divide the experts among them.
+    """
+
+    mesh: MeshSizes
+    micro_batch: int = 1
+    recompute: Recompute = NONE
+    sequence_parallel: bool = False
+    ep: int = 1
+
+
+class Order(NamedTuple):
+    """A schedule's name, and the number of stages on each rank."""
+
+    stages_per_rank: int = 1
+    schedule: str = "gpipe"
+
+
+class ZeroState(NamedTuple):
+    """A ZeRO stage with its reduction and offloads. The simplest sorts first.
+
+    - `reduces_once`: True if gradients are reduced once per step.
+    - `weights`: how long ZeRO-3's weights stay gathered.
+    """
+
+    num_offloads: int
+    zero_stage: int
+    reduces_once: bool
+    offload_optimizer: Device
+    offload_param: Device
+    weights: Weights = "per_microbatch"  # used by ZeRO-3 only
+
     @classmethod
-    def of_run(cls, config: RunConfig, batch: int) -> "Setting":
-        """Return what all meshes of a run share, on one device with a microbatch of `batch`."""
-        own = config.parallel3d
-        return cls(
-            layers=layers_of(own.model),
-            hidden_size=own.model.hidden_size,
-            shape=Shape(batch, own.data.sequence_length),
-            num_microbatches=1,
-            ep_imbalance=own.plan.ep_imbalance,
-            precision=config.precision,
-            offload_activations=own.pipeline.offload_activations == "cpu",
-            optimizer=config.optimizer.file,
-            newton_schulz=getattr(config.optimizer.params, "newton_schulz", None),
-            software=Software(
-                kernels="eager" if own.train.compile == "none" else "compiled",
-                reduction_bytes=BYTES[config.communication_data_type or "fp32"],
-            ),
-            buffers=config.zero_optimization,
-        )
+    def of(
+        cls,
+        zero_stage: int,
+        reduces_once: bool,
+        optimizer: Device = "none",
+        param: Device = "none",
+        weights: Weights = "per_microbatch",
+    ) -> "ZeroState":
+        """Return a stage with its offloads, which are counted; `weights` counts at ZeRO-3."""
+        num_offloads = DEVICES.index(optimizer) + DEVICES.index(param)
+        if zero_stage != 3:
+            weights = "per_microbatch"
+        return cls(num_offloads, zero_stage, reduces_once, optimizer, param, weights)
+
+    @property
+    def holds_weights(self) -> bool:
+        """True if ZeRO-3's weights stay gathered for more than one microbatch."""
+        return self.zero_stage == 3 and self.weights != "per_microbatch"
+
+    @property
+    def offload(self) -> str:
+        """The offloads in words."""
+        return describe_offload(self.offload_optimizer, self.offload_param)
+
+
+GPIPE = Order()
+PLAIN = ZeroState.of(0, True)  # nothing sharded, nothing offloaded
+Choices = tuple[Flow, Order, ZeroState]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run a workload: its mesh, microbatches, schedule and ZeRO state.
+
+    - `num_microbatches`: per step.
+    """
+
+    workload: Workload
+    num_microbatches: int
+    flow: Flow
+    order: Order = GPIPE
+    state: ZeroState = PLAIN
+
+    @property
+    def choices(self) -> Choices:
+        """What a search varies."""
+        return self.flow, self.order, self.state
+
+    @property
+    def mesh(self) -> MeshSizes:
+        """The sizes of the mesh."""
+        return self.flow.mesh
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages on all ranks."""
+        return self.flow.mesh.pp * self.order.stages_per_rank
+
+    @property
+    def action_order(self) -> tuple[str, int, int, int]:
+        """The schedule's name, pp, microbatches and stages per rank: its programs' order."""
+        stages_per_rank, schedule = self.order
+        return schedule, self.flow.mesh.pp, self.num_microbatches, stages_per_rank
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that share ZeRO's state; programs with hierarchical ZeRO have fewer."""
+        return self.mesh.dp * self.mesh.cp
+
+    @property
+    def persistence(self) -> int:
+        """Size up to which ZeRO-3 keeps a parameter whole: 0 where the program gathers weights."""
+        if self.state.holds_weights:
+            return 0
+        return self.workload.buffers.stage3_param_persistence_threshold
+
+    @property
+    def recomputed_share(self) -> float:
+        """Fraction of the layers that are recomputed in the way the flow names."""
+        return 1.0
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step."""
+        return self.flow.micro_batch * self.num_microbatches * self.mesh.dp
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step."""
+        return self.global_batch_size * self.workload.seq
 
     @classmethod
     def from_config(cls, config: ResolvedConfig) -> "Setting":
@@ -210,83 +281,71 @@ class Setting:
         zero = config.zero_optimization
         pipeline = config.pipeline
         mesh = config.mesh
+        sizes = mesh.sizes
         micro = config.micro_batch_size
-        return cls.of_run(config, micro).but(
-            num_microbatches=config.largest_batch // (micro * mesh.sizes.dp),
-            pp=mesh.pp,
-            dp=mesh.sizes.dp,
-            cp=mesh.cp,
-            tp=mesh.tp,
-            ep=mesh.ep,
-            sequence_parallel=mesh.sequence_parallel,
-            schedule=pipeline.schedule,
-            stages_per_rank=pipeline.stages_per_rank,
-            recompute=pipeline.activation_checkpointing,
-            zero_stage=zero.stage,
-            reduces_once=pipeline.reduces_once(zero.stage),
-            weights=pipeline.gathered_weights,
-            offload_optimizer=zero.offload_optimizer.device,
-            offload_param=zero.offload_param.device,
+        recompute = pipeline.activation_checkpointing
+        return cls(
+            Workload.of(config),
+            config.largest_batch // (micro * sizes.dp),
+            Flow(sizes, micro, recompute, mesh.sequence_parallel, mesh.ep),
+            Order(pipeline.stages_per_rank, pipeline.schedule),
+            ZeroState.of(
+                zero.stage,
+                pipeline.reduces_once(zero.stage),
+                zero.offload_optimizer.device,
+                zero.offload_param.device,
+                pipeline.gathered_weights,
+            ),
         )
 
-    def but(self, **changes: Any) -> Self:
-        """Return a copy of this setting with some fields changed."""
-        assert changes.keys() <= vars(self).keys()
-        copy = object.__new__(type(self))
-        vars(copy).update(vars(self), **changes)  # a search copies 100,000: replace takes longer
-        return copy
+    def recomputing(self, recompute: Recompute) -> Self:
+        """Return this setting with another recomputation."""
+        return replace(self, flow=self.flow._replace(recompute=recompute))
+
+    def gathering(self, weights: Weights) -> Self:
+        """Return this setting with ZeRO-3's weights gathered for another time."""
+        return replace(self, state=self.state._replace(weights=weights))
 
 
 class RankShare(NamedTuple):
-    """The fields of a setting that determine what a layer computes and saves on one rank.
+    """The part of a setting that determines what a layer computes and saves on one rank.
 
     Caches have it as their key: most of the settings that a search compares share it.
 
-    - `batch`: samples of one microbatch. `seq`: a context-parallel rank's part of their tokens.
+    - `batch`: samples of one microbatch.
     """
 
+    workload: Workload
     batch: int
-    seq: int
-    hidden_size: int
     cp: int
     tp: int
     ep: int
-    ep_imbalance: float
     sequence_parallel: bool
-    precision: Precision
-    offload_activations: bool
 
     @classmethod
     def of(cls, setting: Setting) -> "RankShare":
         """Return a rank's share of a setting's layers."""
-        return cls(
-            setting.shape.batch,
-            setting.shape.seq // setting.cp,
-            setting.hidden_size,
-            setting.cp,
-            setting.tp,
-            setting.ep,
-            setting.ep_imbalance,
-            setting.sequence_parallel,
-            setting.precision,
-            setting.offload_activations,
-        )
+        flow = setting.flow
+        _, _, cp, tp = flow.mesh
+        return cls(setting.workload, flow.micro_batch, cp, tp, flow.ep, flow.sequence_parallel)
 
     @property
     def shape(self) -> Shape:
-        """The shape of a microbatch on the rank."""
-        return Shape(self.batch, self.seq)
+        """The shape of a microbatch on the rank, which has a part of its tokens with cp."""
+        return Shape(self.batch, self.workload.seq // self.cp)
 
     @property
     def bytes_per_element(self) -> int:
         """Bytes of one element of a weight or an activation."""
-        return BYTES[self.precision]
+        return self.workload.bytes_per_element
 
     @property
     def hidden_bytes(self) -> int:
         """Bytes of the hidden states of a microbatch, which stages pass on to each other."""
+        work = self.workload
         parts = self.tp if self.sequence_parallel else 1
-        return self.batch * self.seq * self.hidden_size * self.bytes_per_element // parts
+        tokens = self.batch * (work.seq // self.cp)
+        return tokens * work.hidden_size * work.bytes_per_element // parts
 
 
 @lru_cache(maxsize=64)

@@ -144,7 +144,7 @@ def test_small_runs_fit_any_number_of_processes(ranks):
     assert len(set(runs)) == len(runs)
     for run in runs:
         assert run.config().mesh.dp == run.mesh[1]
-        assert Setting.from_config(run.config()).devices == run.mesh.ranks
+        assert Setting.from_config(run.config()).mesh.ranks == run.mesh.ranks
 
 
 @pytest.mark.parametrize(

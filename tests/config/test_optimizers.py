@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
+from parallel3d.config.deepspeed import OptimizerConfig
 from parallel3d.model import optimizers
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.report.plan_rows import checkpoint_bytes
@@ -16,7 +16,7 @@ from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.step import step_time
 from tests.config.configs import error_of, raw
 from tests.own_optimizers import SGD, scratch
-from tests.plan.settings import A100
+from tests.plan.settings import A100, changed
 
 pytestmark = pytest.mark.pure
 
@@ -115,9 +115,9 @@ def test_planner_counts_state_and_step_of_a_user_optimizer(mine, offload):
     """8 bytes of master and momentum an element, of which 16 move in a step; AdamW: 12 and 24."""
     changes = {"parallel3d.model.vocab_size": 4096, "bf16.enabled": True, FOLDERS: [mine]}
     config = RunConfig.from_dict(raw(**changes, **{NAME: "sgd"})).resolve(8)
-    sgd = Setting.from_config(config).but(zero_stage=3, offload_optimizer=offload)
-    adamw = replace(sgd, optimizer="adamw")
-    on_device = per_rank(sgd.but(offload_optimizer="none"))
+    sgd = changed(Setting.from_config(config), zero_stage=3, offload_optimizer=offload)
+    adamw = changed(sgd, optimizer=OptimizerConfig(params={"lr": 1e-3}))
+    on_device = per_rank(changed(sgd, offload_optimizer="none"))
     for one, other, on_device_peak in zip(per_rank(adamw), per_rank(sgd), on_device, strict=True):
         differences = {
             "none": one.parts["optimizer"] - other.parts["optimizer"],
@@ -126,6 +126,6 @@ def test_planner_counts_state_and_step_of_a_user_optimizer(mine, offload):
         }
         elements = on_device_peak.parts["optimizer"] // 8
         assert elements and differences[offload] == 4 * elements
-    assert checkpoint_bytes(adamw) - checkpoint_bytes(sgd) > 4 * sgd.num_params
+    assert checkpoint_bytes(adamw) - checkpoint_bytes(sgd) > 4 * sgd.workload.num_params
     seconds = [step_time(s, A100).parts["optimizer"] for s in (sgd, adamw)]
     assert seconds[0] < seconds[1]

@@ -21,7 +21,7 @@ from parallel3d.verify.measure import microbatches
 from tests.cases import Case
 from tests.engine.settings import settings_of
 from tests.meshes import sizes_of
-from tests.plan.settings import A100
+from tests.plan.settings import A100, changed
 from tests.verify.measuring import batches
 
 pytestmark = pytest.mark.gloo
@@ -163,8 +163,8 @@ def test_without_zero_all_copies_receive_the_update():
     changes = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "parallel3d.mesh.ep": 2}
     case = Case(mesh=(1, 4, 1), zero_stage=0, changes=changes, microbatches=1, batch=4, model=model)
     ranks = run_locally(traffic_on_rank, 4, case)
-    setting = Setting.from_config(case.config).but(precision="bf16")
-    machine = machine_of(A100, setting.software, curves_for(A100))
+    setting = changed(Setting.from_config(case.config), precision="bf16")
+    machine = machine_of(A100, setting.workload.software, curves_for(A100))
     planned = slowest_matrix_work(setting, machine).sent_bytes
     # Counted is the larger side: a home that does not own its expert sends more than it receives.
     assert sum(calls[0][2] for calls, _ in ranks) == pytest.approx(planned, rel=0.03)

@@ -1,17 +1,25 @@
 """What the planner's tests plan: small models, products without parameters, any setting."""
 
 from dataclasses import fields, replace
-from typing import get_args
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from benchmarks.published.run import PublishedSetting
+from parallel3d.base.mesh_sizes import AXES, MeshSizes
 from parallel3d.config import hardware
 from parallel3d.config.hardware import Figure, Link
 from parallel3d.model.recompute import FULL, NONE, SELECTIVE, Recompute
 from parallel3d.model.spec import LayerCost, LayerSpec, MatMul, Shape, Work
 from parallel3d.models.gpt.spec import Config
-from parallel3d.plan.setting import Setting, Software, layers_of
+from parallel3d.plan.setting import (
+    DEVICES,
+    Flow,
+    Setting,
+    Software,
+    Workload,
+    ZeroState,
+    layers_of,
+)
 from parallel3d.plan.time.operators import Curves
 from parallel3d.schedule.schedules import names, why_not
 from parallel3d.schedule.sharding import Weights
@@ -62,6 +70,44 @@ def products(num_stages: int, *sizes: int) -> tuple[LayerSpec, ...]:
     return tuple(layer(i, MatMul(64, sizes[i % len(sizes)], 64)) for i in range(num_stages))
 
 
+def new_setting(
+    layers: tuple[LayerSpec, ...],
+    hidden_size: int,
+    shape: Shape,
+    num_microbatches: int,
+    **choices: Any,
+) -> Setting:
+    """A setting of one rank at ZeRO-3, with some fields of its parts, by their names."""
+    workload = Workload(layers, hidden_size, shape.seq)
+    flow = Flow(MeshSizes(), shape.batch)
+    setting = Setting(workload, num_microbatches, flow, state=ZeroState.of(3, True))
+    return changed(setting, **choices)
+
+
+def changed(setting: Setting, **choices: Any) -> Any:
+    """A copy of a setting with some fields of its parts changed, by their names."""
+    flow = setting.flow
+    if axes := {axis: choices.pop(axis) for axis in AXES if axis in choices}:
+        choices["mesh"] = MeshSizes(**(flow.mesh._asdict() | axes))
+    parts: dict[str, Any] = {}
+    for name in ("flow", "order", "state"):
+        part = getattr(setting, name)
+        own = {field: choices.pop(field) for field in part._fields if field in choices}
+        parts[name] = part._replace(**own)
+    _, *state = parts["state"]
+    offloads = DEVICES.index(state[2]) + DEVICES.index(state[3])
+    parts["state"] = ZeroState(offloads, *state)
+    names = {field.name for field in fields(Workload)} & choices.keys()
+    if own := {name: choices.pop(name) for name in names}:
+        parts["workload"] = replace(setting.workload, **own)
+    return replace(setting, **parts, **choices)
+
+
+def shape_of(setting: Setting) -> Shape:
+    """The shape of a setting's microbatch."""
+    return Shape(setting.flow.micro_batch, setting.workload.seq)
+
+
 @st.composite
 def any_setting(draw: st.DrawFn) -> Setting:
     """A setting of a small GPT that some schedule can run, of this engine or of another program."""
@@ -78,11 +124,11 @@ def any_setting(draw: st.DrawFn) -> Setting:
         overlaps_tensor=draw(st.booleans()),
         overlaps_offload=draw(st.booleans()),
     )
-    return PublishedSetting(
-        layers=layers_of(GPT),
-        hidden_size=GPT.hidden_size,
-        shape=Shape(draw(st.integers(1, 4)), draw(st.sampled_from((128, 1024)))),
-        num_microbatches=count,
+    return new_setting(
+        layers_of(GPT),
+        GPT.hidden_size,
+        Shape(draw(st.integers(1, 4)), draw(st.sampled_from((128, 1024)))),
+        count,
         pp=pp,
         dp=draw(st.sampled_from((1, 2, 5, 8, 64))),
         tp=draw(st.sampled_from((1, 2, 8, 16))),

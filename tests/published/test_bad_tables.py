@@ -131,11 +131,12 @@ def test_cells_in_words_are_understood(tmp_path: Path) -> None:
     read_rows, left_out = read(path)
     assert not left_out
     words, mixed, kept, hybrid, eager = (row.setting for row in read_rows)
-    assert words.layers[0].num_params == 250_000 * 4096
-    assert mixed.precision == "bf16" and mixed.layers == eager.layers
-    assert (kept.zero_stage, kept.weights, mixed.weights) == (3, "per_step", "per_microbatch")
+    assert words.workload.layers[0].num_params == 250_000 * 4096
+    assert mixed.workload.precision == "bf16" and mixed.workload.layers == eager.workload.layers
+    assert (kept.state.zero_stage, kept.state.weights) == (3, "per_step")
+    assert mixed.state.weights == "per_microbatch"
     assert (hybrid.shards, mixed.shards) == (4, 8)
-    assert (eager.software.kernels, mixed.software.kernels) == ("eager", "compiled")
+    assert [s.workload.software.kernels for s in (eager, mixed)] == ["eager", "compiled"]
     network = read_rows[3].hardware.network
     node = read_rows[3].hardware.devices_per_node
     assert network and node and (network.bandwidth.value, node.value) == (12.5e9, 4)
@@ -214,7 +215,7 @@ def test_files_of_spreadsheets_are_read(
     text = text_of([good() | {"notes": "dix-sept à Zürich"}], delimiter)
     path.write_bytes(text.replace("\n", end).encode(encoding))
     rows, left_out = read(path)
-    assert not left_out and rows[0].model == "Llama 3.1 8B" and rows[0].setting.dp == 8
+    assert not left_out and rows[0].model == "Llama 3.1 8B" and rows[0].setting.mesh.dp == 8
 
 
 @pytest.mark.parametrize("name", ["fsdp9", "", "DeepSpeed"])

@@ -26,10 +26,10 @@ def test_sizes_equal_the_published_ones() -> None:
     for row in rows:
         total, active = billions[row.model]
         setting = row.setting
-        assert setting.num_params / 1e9 == pytest.approx(total, abs=1e-3)
-        assert setting.num_active_params / 1e9 == pytest.approx(active, abs=1e-3)
-        assert setting.ep > 1 and setting.dp % setting.ep == 0
-        assert setting.ep_imbalance == 1  # the tokens of these runs were dealt evenly
+        assert setting.workload.num_params / 1e9 == pytest.approx(total, abs=1e-3)
+        assert setting.workload.num_active_params / 1e9 == pytest.approx(active, abs=1e-3)
+        assert setting.flow.ep > 1 and setting.mesh.dp % setting.flow.ep == 0
+        assert setting.workload.ep_imbalance == 1  # the tokens of these runs were dealt evenly
     reasons = [out.rule for out in left_out]
     assert sorted(reasons) == [
         "ep does not divide dp and the experts",

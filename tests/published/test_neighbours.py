@@ -33,7 +33,9 @@ def test_run_keeps_the_identity_of_its_row() -> None:
     row = rows["megatron_sc21_t1", "GPT-18.4B", next(k[2] for k in rows if k[1] == "GPT-18.4B")]
     run = RunFigures.of(row)
     shipped = [
-        r for r in development() if r.source == row.source and r.params == row.setting.num_params
+        r
+        for r in development()
+        if r.source == row.source and r.params == row.setting.workload.num_params
     ]
     # The sample has other line numbers; figures in the file have six digits.
     assert [replace(s, line=0).features for s in shipped] == [pytest.approx(run.features)]

@@ -44,7 +44,8 @@ def test_hardware_flops_are_converted_by_equation_3_of_megatron() -> None:
     flops = 96 * batch * seq * layers * hidden**2
     flops *= 1 + seq / (6 * hidden) + vocab / (16 * layers * hidden)
     assert row.seconds == pytest.approx(flops / (256 * 135e12), rel=1e-9)
-    assert row.setting.recompute == FULL and row.setting.software.attention == "classic"
+    assert row.setting.flow.recompute == FULL
+    assert row.setting.workload.software.attention == "classic"
 
 
 def test_model_flops_do_not_count_recomputation() -> None:
@@ -89,7 +90,7 @@ def test_parameter_counts_equal_those_of_the_sources() -> None:
     }
     rows = sample()
     for key, billions in stated.items():
-        assert rows[key].setting.num_params / 1e9 == pytest.approx(billions, rel=0.01), key
+        assert rows[key].setting.workload.num_params / 1e9 == pytest.approx(billions, rel=0.01), key
 
 
 def test_filled_blanks_are_noted() -> None:
@@ -122,10 +123,12 @@ def test_clusters_differ_from_the_machines_of_vendors() -> None:
 
 def test_programs_differ_within_a_source() -> None:
     rows = {row.line: row for row in read_sample()[0]}
-    programs = {row.setting.software.name for row in rows.values() if row.source == "llm_foundry"}
+    programs = {
+        row.setting.workload.software.name for row in rows.values() if row.source == "llm_foundry"
+    }
     assert programs == {"FSDP, PURE", "FSDP, DEFAULT"}
     tables = [row for row in rows.values() if row.source == "megatron_sc21_t2"]
-    assert {(r.setting.zero_stage, r.setting.software.one_ring) for r in tables} == {
+    assert {(r.setting.state.zero_stage, r.setting.workload.software.one_ring) for r in tables} == {
         (3, True),
         (0, False),
     }
@@ -135,11 +138,11 @@ def test_unknown_source_requires_a_program(tmp_path: Path) -> None:
     table = edited(tmp_path, lambda cells: cells.update(source_id="mine", notes=""))
     assert "the program that ran" in next(o.reason for o in read(table)[1] if o.source == "mine")
     row = next(row for row in read(table, "megatron core")[0] if row.source == "mine")
-    assert row.group == "mine" and row.setting.software is programs.MEGATRON_CORE
+    assert row.group == "mine" and row.setting.workload.software is programs.MEGATRON_CORE
     assert row.assumed["program"] == "Megatron-Core"
     # A described source has its own program, whatever is given for the others.
     described = {row.source: row for row in read(table, "JAX")[0]}["olmo_core"]
-    assert described.setting.software is programs.FSDP2
+    assert described.setting.workload.software is programs.FSDP2
 
 
 def test_optional_columns_replace_assumptions(tmp_path: Path) -> None:
@@ -149,13 +152,14 @@ def test_optional_columns_replace_assumptions(tmp_path: Path) -> None:
 
     plain = read_sample()[0][0]
     assert plain.line == 2 and plain.assumed["program"].startswith("Megatron-LM 2021")
-    assert plain.assumed["network_gbps"] == 200 and plain.setting.software.attention == "classic"
+    assert plain.assumed["network_gbps"] == 200
+    assert plain.setting.workload.software.attention == "classic"
     row = read(edited(tmp_path, state))[0][0]
     assert row.line == 2 and not {"program", "network_gbps", "virtual_pp"} & set(row.assumed)
     assert row.hardware.network and row.hardware.network.bandwidth.value == 12.5e9
-    software = row.setting.software
+    software = row.setting.workload.software
     assert (software.name, software.attention, software.hopper) == ("NeMo", "flash", False)
-    assert (row.setting.stages_per_rank, row.setting.schedule) == (3, "interleaved")
+    assert (row.setting.order.stages_per_rank, row.setting.order.schedule) == (3, "interleaved")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +178,7 @@ def test_vocabulary_in_words_or_blank_is_that_of_the_architecture(
     row = next(
         r for r in read(edited(tmp_path, lambda c: c.update(sizes)), "NeMo")[0] if r.line == 2
     )
-    head = row.setting.layers[0].params[0]
+    head = row.setting.workload.layers[0].params[0]
     assert row.assumed["vocab"] == entries and head.shape[0] == entries
 
 
@@ -197,14 +201,14 @@ def test_number_of_parameters_selects_the_family_of_an_unknown_name(
         r for r in read(edited(tmp_path, lambda c: c.update(sizes)), "NeMo")[0] if r.line == 2
     )
     assert row.assumed["family"] == family
-    assert row.setting.num_params / 1e9 == pytest.approx(float(billions), rel=0.03)
+    assert row.setting.workload.num_params / 1e9 == pytest.approx(float(billions), rel=0.03)
 
 
 def test_blank_number_format_is_one_of_the_chip(tmp_path: Path) -> None:
     change = {"source_id": "mine", "precision": "", "gpu": "V100-SXM2-32GB", "params_b": ""}
     path = edited(tmp_path, lambda cells: cells.update(change, measured_tflops_per_gpu="50"))
     row = next(row for row in read(path, "Megatron-LM 2021")[0] if row.source == "mine")
-    assert row.setting.precision == row.assumed["precision"] == "fp16"
+    assert row.setting.workload.precision == row.assumed["precision"] == "fp16"
 
 
 def edited(folder: Path, change: Callable[[dict[str, str]], None]) -> Path:

@@ -14,7 +14,8 @@ from benchmarks.published.program_memory import Holds
 from parallel3d.model.spec import Shape
 from parallel3d.models.gpt.spec import Config
 from parallel3d.plan.layers.placement import model_of
-from parallel3d.plan.setting import Setting, Software, layers_of
+from parallel3d.plan.setting import Software, layers_of
+from tests.plan.settings import new_setting
 
 pytestmark = pytest.mark.pure
 
@@ -248,7 +249,7 @@ GPT = Config(
 def parts_of(holds, **changes):
     software = Software("a program", gradient_bytes=2)
     plain = {"pp": 1, "dp": 4, "zero_stage": 1, "schedule": "one_f_one_b"}
-    run = Setting(
+    run = new_setting(
         layers_of(GPT), GPT.hidden_size, Shape(2, 1024), 8, software=software, **(plain | changes)
     )
     return program_memory.parts_of(run, holds)

@@ -256,11 +256,11 @@ def test_accuracy_goals_hold_on_transcribed_rows(table: Path) -> None:
 def test_zero3_collapses_at_a_fixed_batch_as_published() -> None:
     # 174.6B: 88 TFLOP/s on 768 devices, 44 on 1,536: twice the devices, and not a second saved.
     rows = [row for row in read(SAMPLE)[0] if row.model == "GPT-174.6B (ZeRO-3)"]
-    seconds = {o.row.setting.devices: o.predicted for o in outcomes(rows, fits.without)}
+    seconds = {o.row.setting.mesh.ranks: o.predicted for o in outcomes(rows, fits.without)}
     assert seconds[1536] == pytest.approx(seconds[768], rel=0.1)
     # With tp and pp the same doubling nearly halves the step.
     rows = [row for row in read(SAMPLE)[0] if row.model == "GPT-174.6B (PTD-P)"]
-    seconds = {o.row.setting.devices: o.predicted for o in outcomes(rows, fits.without)}
+    seconds = {o.row.setting.mesh.ranks: o.predicted for o in outcomes(rows, fits.without)}
     assert seconds[1536] < 0.6 * seconds[768]
 
 

@@ -416,20 +416,20 @@ def _fit_updates(
     fixed = min((one.update for one in alone.values()), default=0.0)
     rates = {"none": hardware.adam_params, "cpu": hardware.host.adam_params}
     for offload, figure in rates.items():
-        chosen = {s: t.update for s, t in alone.items() if s.offload_optimizer == offload}
-        largest = max(chosen, key=lambda setting: setting.num_params, default=None)
+        chosen = {s: t.update for s, t in alone.items() if s.state.offload_optimizer == offload}
+        largest = max(chosen, key=lambda setting: setting.workload.num_params, default=None)
         if largest and chosen[largest] > 2 * fixed:  # smaller updates do not determine a rate
-            rate = slowdown * largest.num_params / (chosen[largest] - fixed)
+            rate = slowdown * largest.workload.num_params / (chosen[largest] - fixed)
             rates[offload] = Figure(value=float(f"{rate:.4g}"), source=figure.source)
     small = {s: t.update for s, t in alone.items() if t.update < 4 * fixed}
 
     def predict(v: Mapping[str, float]) -> list[float]:
         predicted = []
         for setting in small:
-            num_tensors = sum(len(layer.params) for layer in setting.layers)
+            num_tensors = sum(len(layer.params) for layer in setting.workload.layers)
             host_seconds = v["overhead_per_step"] + v["overhead_per_param"] * num_tensors
-            rate = rates[setting.offload_optimizer].value
-            predicted.append(host_seconds + slowdown * setting.num_params / rate)
+            rate = rates[setting.state.offload_optimizer].value
+            predicted.append(host_seconds + slowdown * setting.workload.num_params / rate)
         return predicted
 
     if small:

@@ -22,7 +22,7 @@ from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.report import plan_rows
 from parallel3d.plan.report.plan_table import count
 from parallel3d.plan.search.plans import Plan, request_of
-from parallel3d.plan.setting import Setting
+from parallel3d.plan.setting import Setting, Workload
 
 if TYPE_CHECKING:  # matplotlib comes with the extra `scaling`
     from matplotlib.axes import Axes
@@ -280,7 +280,7 @@ def _planned_memory(run: Run, plan: Plan | str) -> list[int]:
     else:
         return []
     ranks = len(run.memory())
-    return [each[rank * setting.pp // ranks] for rank in range(ranks)]
+    return [each[rank * setting.mesh.pp // ranks] for rank in range(ranks)]
 
 
 def _mark_restarts(axes: "Axes", run: Run, color: str, named: bool = True) -> None:
@@ -301,7 +301,7 @@ def _results(runs: Sequence[Run]) -> Part:
         sets = {name: points[-1][1] for name, points in run.validation().items()}
         known = launches or [{"mesh": run.config.mesh.sizes}]  # older runs have no journal
         meshes = [mesh for mesh, _ in groupby(map(_mesh, known))]  # without repetitions
-        size = count(Setting.from_config(run.config).num_params)
+        size = count(Workload.of(run.config).num_params)
         cells = {
             "model, parameters": f"{run.config.model.family}, {size}",
             "steps": f"{last['step']:,} of {run.config.num_steps:,}",

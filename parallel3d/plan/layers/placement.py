@@ -92,8 +92,8 @@ def blocks_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[int, ...]:
 
 def blocks_in_stages(setting: Setting) -> tuple[int, ...]:
     """Return for each stage of a setting the number of its layers that may be recomputed."""
-    num_stages = setting.pp * setting.stages_per_rank
-    return blocks_of(model_of(setting.layers), num_stages, setting.shape.seq)
+    work = setting.workload
+    return blocks_of(model_of(work.layers), setting.num_stages, work.seq)
 
 
 def recompute_of(part: StageLayers, recompute: Recompute) -> list[Recompute]:
@@ -258,9 +258,9 @@ class StageClasses:
 
 def stage_classes_of(setting: Setting) -> StageClasses:
     """Return the classes of a setting's stages; the same object for equal classes."""
-    model = model_of(setting.layers)
-    s = setting
-    return _layout(model, s.shape.seq, s.schedule, s.pp, s.stages_per_rank)
+    work = setting.workload
+    stages_per_rank, schedule = setting.order
+    return _layout(model_of(work.layers), work.seq, schedule, setting.mesh.pp, stages_per_rank)
 
 
 @lru_cache(maxsize=4096)

@@ -77,8 +77,9 @@ def stage_activations(
     - `on_cpu`: True if the devices are processes on a machine's cores.
     """
     model = part.model
-    element = own.bytes_per_element
-    on_host = own.offload_activations and not on_cpu  # cores have no other memory
+    workload = own.workload
+    element = workload.bytes_per_element
+    on_host = workload.offload_activations and not on_cpu  # cores have no other memory
     tokens = own.shape.tokens
     hidden = own.hidden_bytes
     by_kind = {}
@@ -92,11 +93,11 @@ def stage_activations(
             working += GATHERED * own.cp * cost.forward.attention.key_elements * element
         if own.ep > 1:
             # What comes back from other ranks is kept; in a backward so much leaves and arrives.
-            rows = model.kinds[layer[0]].rows_per_token * tokens * own.hidden_size * element
+            rows = model.kinds[layer[0]].rows_per_token * tokens * workload.hidden_size * element
             products = (m for m in cost.forward.matmuls if m.batch > 1)
             more = sum(m.batch * m.m * (m.k + m.n) for m in products) * element
             # The additional inputs and outputs of its experts.
-            more = round((own.ep_imbalance - 1) * more)
+            more = round((workload.ep_imbalance - 1) * more)
             if layer[1] != FULL:
                 saved += more + rows
             working += 2 * rows + more

@@ -53,17 +53,19 @@ class CoordinateRank:
     """Weights, gradients and optimizer states, the same at any moment of the step."""
 
     def __post_init__(self) -> None:
-        s = self.setting
+        setting = self.setting
+        state = setting.state
         self._places: Held = tuple(range(len(self.home)))
-        self._flight = in_flight(*s.action_order, self.coord)
+        self._flight = in_flight(*setting.action_order, self.coord)
         self._all_sizes = self._sizes(self._places)
-        self.held = states(s, self._all_sizes, self.on_cpu)
+        self.held = states(setting, self._all_sizes, self.on_cpu)
         self._shard = self.held.shard if self.held.standing else 0
         # Weights are gathered or fetched if they are sharded over several ranks or offloaded.
-        self._gathers = s.zero_stage == 3 and (
-            s.dp > 1 or (s.offload_param != "none" and not self.on_cpu)
+        self._gathers = state.zero_stage == 3 and (
+            setting.mesh.dp > 1 or (state.offload_param != "none" and not self.on_cpu)
         )
-        self._always = s.num_microbatches * s.shape.tokens // s.cp * TOKEN_BYTES
+        tokens = setting.flow.micro_batch * setting.workload.seq
+        self._always = setting.num_microbatches * tokens // setting.mesh.cp * TOKEN_BYTES
         self._always += sum([stage.resident_bytes for stage in self.stages])
 
     @property
@@ -83,8 +85,8 @@ class CoordinateRank:
             own = gradients(*self.setting.action_order, self.coord)
         else:
             yield 0, held.unreduced + held.shard, always, 0, reduced
-        if self.setting.holds_weights:
-            coming = windows_of(*self.setting.action_order, self.setting.weights, self.coord)
+        if self.setting.state.holds_weights:
+            coming = windows_of(*self.setting.action_order, self.setting.state.weights, self.coord)
             yield from self._arrival_moments(coming)
             weights = [self._gathered_by_program(coming, place) for place in self._places]
         else:
@@ -106,9 +108,9 @@ class CoordinateRank:
             body, logits = self._activations(arrival.flight)
             gradient_bytes = self._shard if arrival.forward or held.unreduced else held.shard
             gathered = self._gathered(arrival.held)
-            if self.setting.dp > 1:
+            if self.setting.mesh.dp > 1:
                 copied = self._sizes((arrival.place,)).copied
-                gathered += copied * self.setting.bytes_per_element
+                gathered += copied * self.setting.workload.bytes_per_element
             yield gathered, gradient_bytes, body, logits, held.buffers
 
     def _gathered_by_program(self, coming: Windows, place: int) -> GatheredBytes:
@@ -128,16 +130,16 @@ class CoordinateRank:
         """
         if not self._gathers:
             return GatheredBytes(0, 0, 0)
-        setting = self.setting
+        recompute = self.setting.flow.recompute
         s = self._sizes((place,))
-        element = setting.bytes_per_element
-        buffers = setting.buffers
+        element = self.setting.workload.bytes_per_element
+        buffers = self.setting.workload.buffers
         one = (s.module + self._all_sizes.small) * element
         stage_bytes = self._gathered((place,))
         ahead = buffers.stage3_prefetch_bucket_size
         if not ahead:
             again = 0
-            if setting.recompute.full_layers or "mlp" in setting.recompute.parts:
+            if recompute.full_layers or "mlp" in recompute.parts:
                 again = min(s.layer, buffers.stage3_max_reuse_distance) * element
             return GatheredBytes(one, min(one + again, stage_bytes + s.module * element), one)
         live = min(stage_bytes, max(one, buffers.stage3_max_live_parameters * element))
@@ -153,7 +155,7 @@ class CoordinateRank:
         if places:
             own = self._sizes(places)
             elements += own.params - own.small
-        return elements * self.setting.bytes_per_element
+        return elements * self.setting.workload.bytes_per_element
 
     def _stage_moments(
         self, place: int, weights: GatheredBytes, own: Gradients | None
@@ -190,7 +192,7 @@ class CoordinateRank:
             yield self._moment(counts, s.later, weights.backward, before, buffers)
         if not once:
             # The reduction of the first full bucket creates the shards if there are none.
-            full = bisect_left(s.produced, self.setting.buffers.reduce_bucket_size)
+            full = bisect_left(s.produced, self.setting.workload.buffers.reduce_bucket_size)
             at_full = s.backwards[min(full, len(s.backwards) - 1)]
             reducing = buffers + held.reducing
             yield self._moment(counts, at_full, weights.backward, held.shard, reducing)
@@ -198,13 +200,14 @@ class CoordinateRank:
     def _sizes(self, places: Held) -> WeightSizes:
         """Return the sizes of the weights in some of the coordinate's stages."""
         held = tuple([self.layers[p] for p in places])
-        return sizes(held, self.setting.tp, self.setting.persistence, self.setting.ep)
+        return sizes(held, self.setting.mesh.tp, self.setting.persistence, self.setting.flow.ep)
 
     def _unreduced_bytes(self, places: Held) -> int:
         """Return the bytes of the unreduced gradients of some stages."""
         if not places:
             return 0
-        return self._sizes(tuple(sorted(places))).params * self.setting.software.gradient_bytes
+        params = self._sizes(tuple(sorted(places))).params
+        return params * self.setting.workload.software.gradient_bytes
 
     def _activations(self, counts: MicrobatchCounts) -> tuple[int, int]:
         """Return the bytes of `counts` microbatches in flight: all but logits, and logits."""
@@ -231,9 +234,8 @@ class CoordinateRank:
 
     def _passing(self, counts: MicrobatchCounts) -> int:
         """Return the bytes of messages to and from the stages of neighbouring coordinates."""
-        s = self.setting
         total = 0
-        last = s.pp * s.stages_per_rank - 1
+        last = self.setting.num_stages - 1
         count_of = dict(zip(self.home, counts, strict=True))
         for index, stage, count in zip(self.home, self.stages, counts, strict=True):
             receives_forward = index > 0 and index - 1 not in count_of
@@ -246,7 +248,7 @@ class CoordinateRank:
                 waiting += 1
             if self.on_cpu and receives_forward:
                 # gloo does not report that a message has left: gradients stay until the step ends.
-                waiting += s.num_microbatches - count
+                waiting += self.setting.num_microbatches - count
             if self.on_cpu and index + 1 in count_of:
                 # The output of a stage is the input of the next one, and was counted with both.
                 waiting -= min(count, count_of[index + 1])

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 from operator import mul
 
 from parallel3d.base.mesh_sizes import MeshSizes
@@ -59,7 +60,7 @@ def per_rank(setting: Setting, hardware: Hardware | None = None) -> tuple[Memory
 
     A GPU needs a margin for memory beside tensors. Without `hardware` the run is on CPUs.
     """
-    return tuple(peak_of(setting, coord, hardware) for coord in range(setting.pp))
+    return tuple(peak_of(setting, coord, hardware) for coord in range(setting.mesh.pp))
 
 
 def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
@@ -100,7 +101,7 @@ def exceeds(setting: Setting, coord: int, hardware: Hardware, room: tuple[int, i
 def _rank(setting: Setting, coord: int, hardware: Hardware | None) -> CoordinateRank:
     on_cpu = is_cpu(hardware)
     parts = _parts(setting)
-    home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
+    home = _homes(setting)[coord]
     layers = tuple([parts[s] for s in home])
     stages = _stages(setting, layers, on_cpu)
     return CoordinateRank(setting, coord, home, layers, stages, on_cpu)
@@ -114,18 +115,17 @@ def least_on_first(
     - `activations`: its activations in flight; by default `least_in_flight`.
     """
     s = setting
-    parts = _parts(setting)
-    layers = tuple([parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]])
-    held = states(s, sizes(layers, s.tp, s.persistence, s.ep), is_cpu(hardware))
+    parts = _parts(s)
+    layers = tuple([parts[i] for i in _homes(s)[0]])
+    held = states(s, sizes(layers, s.mesh.tp, s.persistence, s.flow.ep), is_cpu(hardware))
     shard = held.shard if held.standing else 0
     device = held.weights + held.optimizer + held.buffers + shard
     device += least_in_flight(s, hardware) if activations is None else activations
     most = most_in_flight(*s.action_order)[0]
     # If some forward runs after a backward, it runs beside gradients. But several stages need not
     # have unreduced gradients while most microbatches are in flight.
-    if most < s.num_microbatches * s.stages_per_rank and (
-        s.stages_per_rank == 1 or not held.unreduced
-    ):
+    stages = s.order.stages_per_rank
+    if most < s.num_microbatches * stages and (stages == 1 or not held.unreduced):
         device += held.unreduced or held.shard - shard
     return device + margin(device, hardware) + nccl_estimate(s, 0, hardware), held.host
 
@@ -139,7 +139,7 @@ def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool =
     s = setting
     on_cpu = is_cpu(hardware)
     parts = _parts(setting)
-    held = [parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]]
+    held = [parts[i] for i in _homes(s)[0]]
     saved: dict[StageLayers, int] = {}
     different = dict.fromkeys(held)
     for part, stage in zip(different, _stages(s, different, on_cpu), strict=True):
@@ -164,8 +164,14 @@ def is_cpu(hardware: Hardware | None) -> bool:
 
 
 def _parts(setting: Setting) -> tuple[StageLayers, ...]:
-    num_stages = setting.pp * setting.stages_per_rank
-    return layers_by_stage(model_of(setting.layers), num_stages, setting.shape.seq)
+    work = setting.workload
+    return layers_by_stage(model_of(work.layers), setting.num_stages, work.seq)
+
+
+def _homes(setting: Setting) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of each pipeline coordinate."""
+    stages_per_rank, schedule = setting.order
+    return stages_on(schedule, setting.mesh.pp, stages_per_rank)
 
 
 def _stages(
@@ -173,10 +179,11 @@ def _stages(
 ) -> tuple[StageActivations, ...]:
     """Return the activations of some of a setting's stages."""
     own = RankShare.of(setting)
-    gradient = setting.software.gradient_bytes
-    classic = setting.software.attention == "classic"
-    recompute = setting.recompute
-    if splits_backward(setting.schedule):  # the inputs of all linear layers stay from I to W
+    software = setting.workload.software
+    gradient = software.gradient_bytes
+    classic = software.attention == "classic"
+    recompute = setting.flow.recompute
+    if splits_backward(setting.order.schedule):  # the inputs of all linear layers stay from I to W
         recompute = recompute.while_weights_wait()
     return tuple(
         [stage_activations(part, own, recompute, gradient, classic, on_cpu) for part in parts]
@@ -211,13 +218,13 @@ and the host queues ahead of the device."""
 
 def nccl_estimate(setting: Setting, coord: int, hardware: Hardware | None) -> int:
     """Return the estimated bytes of NCCL's communicators and of kept messages; 0 on a CPU."""
-    s = setting
     mesh = setting.mesh
     if is_cpu(hardware) or mesh.ranks == 1:
         return 0
     message = RankShare.of(setting).hidden_bytes
-    crossings = _crossings(s.schedule, s.pp, s.stages_per_rank, coord)
-    return _communicators(mesh, s.ep) * COMMUNICATOR + KEPT_MESSAGES * crossings * message
+    crossings = _crossings(_homes(setting), coord)
+    communicators = _communicators(mesh, setting.flow.ep)
+    return communicators * COMMUNICATOR + KEPT_MESSAGES * crossings * message
 
 
 @lru_cache(maxsize=4096)
@@ -241,9 +248,9 @@ def _communicators(mesh: MeshSizes, ep: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _crossings(schedule: str, pp: int, stages_per_rank: int, coord: int) -> int:
+def _crossings(homes: tuple[tuple[int, ...], ...], coord: int) -> int:
     """Return the number of neighbouring stages, before and after each own one, on other ranks."""
-    home = stages_on(schedule, pp, stages_per_rank)[coord]
-    others = {*range(pp * stages_per_rank)} - {*home}
+    home = homes[coord]
+    others = {*chain(*homes)} - {*home}
     neighbours = [stage + 1 for stage in home] + [stage - 1 for stage in home]
     return sum(stage in others for stage in neighbours)

@@ -47,26 +47,30 @@ class StateBytes(NamedTuple):
 
 def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     """Return the bytes of weights, gradients and optimizer states for weights of sizes `s`."""
-    software = setting.software
-    buffers = setting.buffers
-    element = setting.bytes_per_element
+    work = setting.workload
+    software = work.software
+    buffers = work.buffers
+    element = work.bytes_per_element
     gradient = software.gradient_bytes
     shards = setting.shards
-    zero3 = setting.zero_stage == 3
-    share = s.shard(s.params, shards, setting.ep) if setting.zero_stage else s.params
+    ep = setting.flow.ep
+    _, stage, reduces_once, offload_optimizer, offload_param, _ = setting.state
+    zero3 = stage == 3
+    share = s.shard(s.params, shards, ep) if stage else s.params
     weight_bytes = (share if zero3 else s.params) * element
-    at_home = s.shard(s.matrices, shards, setting.ep)
-    matrices = at_home if setting.zero_stage else s.matrices
-    optimizer = (share - matrices) * state_bytes(setting.optimizer)
-    optimizer += matrices * state_bytes(setting.optimizer, MATRIX)
-    if element == MASTER_BYTES and setting.offload_optimizer == setting.offload_param == "none":
+    at_home = s.shard(s.matrices, shards, ep)
+    matrices = at_home if stage else s.matrices
+    file = work.optimizer.file
+    optimizer = (share - matrices) * state_bytes(file)
+    optimizer += matrices * state_bytes(file, MATRIX)
+    if element == MASTER_BYTES and offload_optimizer == offload_param == "none":
         optimizer -= share * MASTER_BYTES  # the weights are their own masters
     shard = share * gradient
     places = {"none": 0, "cpu": 0, "nvme": 0}
-    places[setting.offload_optimizer] += optimizer
-    places[setting.offload_param] += weight_bytes
-    offloads = setting.offload_optimizer != "none"
-    swaps = setting.offload_optimizer == "nvme"
+    places[offload_optimizer] += optimizer
+    places[offload_param] += weight_bytes
+    offloads = offload_optimizer != "none"
+    swaps = offload_optimizer == "nvme"
     # Below ZeRO-3, if no type changes, DeepSpeed keeps gradients one by one, not in one buffer.
     loose = not zero3 and element == gradient
     host = places["cpu"]
@@ -82,13 +86,13 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
         groups, rest = divmod(elements, buffers.sub_group_size)
         return groups * locked(buffers.sub_group_size * size) + locked(rest * size)
 
-    if setting.offload_param == "cpu":
+    if offload_param == "cpu":
         host += in_groups(share, element) - share * element
     content = min(buffers.reduce_bucket_size, s.params)
     if zero3:
         reduced = software.reduction_bytes
         # Gradients that are reduced once per step need no bucket of their own.
-        standing = 0 if setting.reduces_once else content * reduced
+        standing = 0 if reduces_once else content * reduced
         # The bucket is copied rank by rank, and gloo makes another copy.
         reducing = content * reduced
         if on_cpu:
@@ -102,7 +106,7 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     else:
         if loose and shards > 1:  # both ranks that share a parameter hold all of its gradient
             shard += s.largest * gradient
-        if setting.reduces_once:
+        if reduces_once:
             # Gradients move into the bucket, whose content is copied once, and once more if it is
             # sent in another type. One rank's loose gradients are copied before the shard exists.
             reducing = content * gradient
@@ -122,21 +126,21 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     if swaps:
         host += _SWAP_BUFFERS * MASTER_BYTES * min(buffers.sub_group_size, share)
         places["nvme"] += share * gradient
-    if setting.offload_param == "nvme":
+    if offload_param == "nvme":
         host += (_PARAM_BUFFERS + 2 * min(buffers.sub_group_size, share)) * element
     stepping = 0
     if not offloads and (zero3 or loose):  # separate tensors are copied into one buffer
         stepping = min(share, buffers.sub_group_size) * MASTER_BYTES
-    if setting.newton_schulz is not None:
+    if work.newton_schulz is not None:
         # The matrices that are sent, and the result; at a home the matrices as they arrive, whole,
         # and stacked, and three of their size in a step of Newton-Schulz.
         stepping += (2 * matrices + 6 * at_home) * MASTER_BYTES
     return StateBytes(
-        weights=weight_bytes if setting.offload_param == "none" else 0,
+        weights=weight_bytes if offload_param == "none" else 0,
         optimizer=optimizer if not offloads else 0,
         shard=shard,
         standing=zero3,
-        unreduced=s.params * gradient if setting.reduces_once or not setting.zero_stage else 0,
+        unreduced=s.params * gradient if reduces_once or not stage else 0,
         buffers=standing,
         bucket=bucket,
         reducing=reducing,

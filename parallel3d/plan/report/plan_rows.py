@@ -94,22 +94,22 @@ def to_json(ranking: Ranking, request: Request) -> dict[str, object]:
 
     Only a model with parameters that some tokens do not use has "num_active_params".
     """
-    base = request.base
-    active = request.base.num_active_params
+    num_params = request.workload.num_params
+    active = request.workload.num_active_params
     return {
         "plans": [plan.to_json() for plan in ranking.rows],
         "hardware": request.hardware.name,
         "devices": request.devices,
         "global_batch_size": request.global_batch_size,
-        "num_params": base.num_params,
-        **({} if active == base.num_params else {"num_active_params": active}),
+        "num_params": num_params,
+        **({} if active == num_params else {"num_active_params": active}),
         "least": ranking.least.to_json() if ranking.least else None,
     }
 
 
 def as_written(config: ResolvedConfig, request: Request) -> Plan:
     """Return the plan of a resolved config, without changing any choice."""
-    return evaluate(request, Setting.from_config(config).but(layers=request.base.layers))
+    return evaluate(request, replace(Setting.from_config(config), workload=request.workload))
 
 
 _HEADER_ENTRY = 130  # approximate bytes of a chunk's entry in the header of a checkpoint file
@@ -138,8 +138,8 @@ def weights_for(
     - `host_bytes`: free host memory of a CPU rank, which is used without `hardware`.
     """
     free_bytes = host_bytes or 0
-    for weights in gathered_longest(setting.offload_param):
-        memory = fullest(setting.but(weights=weights), hardware)
+    for weights in gathered_longest(setting.state.offload_param):
+        memory = fullest(setting.gathering(weights), hardware)
         # Offloaded states of a CPU rank are in the same memory.
         room = hardware.memory_bytes.value if hardware else free_bytes - memory.host
         if memory.total <= room:
@@ -178,29 +178,30 @@ def fixed_by(config: RunConfig) -> dict[str, object]:
 
 def apply(config: RunConfig, plan: Plan) -> RunConfig:
     """Return the config with a plan's choices, and notes that name them."""
-    s = plan.setting
-    mesh = {**s.mesh._asdict(), "ep": s.ep, "sequence_parallel": s.sequence_parallel}
+    flow, order, state = plan.setting.choices
+    mesh = {**flow.mesh._asdict(), "ep": flow.ep, "sequence_parallel": flow.sequence_parallel}
     raw = config.to_dict()
     block = raw["parallel3d"]
     zero = raw["zero_optimization"]
     block |= {"mesh": mesh, "plan": {}}
     block["pipeline"] |= {
-        "schedule": s.schedule,
-        "stages_per_rank": s.stages_per_rank,
-        "activation_checkpointing": str(s.recompute),
-        "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
-        "weights": s.weights if s.zero_stage == 3 else config.pipeline.weights,
+        "schedule": order.schedule,
+        "stages_per_rank": order.stages_per_rank,
+        "activation_checkpointing": str(flow.recompute),
+        "gradient_reduction": "per_step" if state.reduces_once else "per_microbatch",
+        "weights": state.weights if state.zero_stage == 3 else config.pipeline.weights,
     }
-    zero["stage"] = s.zero_stage
-    zero["offload_optimizer"]["device"] = s.offload_optimizer
-    zero["offload_param"]["device"] = s.offload_param
-    raw["train_micro_batch_size_per_gpu"] = s.shape.batch
-    raw["gradient_accumulation_steps"] = raw["train_batch_size"] // s.shape.batch // s.dp
+    zero["stage"] = state.zero_stage
+    zero["offload_optimizer"]["device"] = state.offload_optimizer
+    zero["offload_param"]["device"] = state.offload_param
+    num_samples = flow.micro_batch * flow.mesh.dp
+    raw["train_micro_batch_size_per_gpu"] = flow.micro_batch
+    raw["gradient_accumulation_steps"] = raw["train_batch_size"] // num_samples
     machine = plan.request.hardware
     return RunConfig.from_dict(raw).with_notes(
         *config.notes,
         f'parallel3d.mesh: "plan" for {plan.request.devices} x {machine.name}:',
-        *(f"  {line}" for line in lines_of(s)),
+        *(f"  {line}" for line in lines_of(plan.setting)),
         f"  predicted {three(plan.time.seconds)} s a step, {gib(plan.memory.total)} of "
         f"{gib(machine.memory_bytes.value)} GiB on the fullest device",
     )
@@ -208,10 +209,11 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
 
 def checkpoint_bytes(setting: Setting) -> int:
     """Return the approximate bytes of a checkpoint: fp32 weights, optimizer state, file headers."""
-    s = setting
+    file = setting.workload.optimizer.file
+    mesh = setting.mesh
     total = 0
-    for layer in s.layers:
+    for layer in setting.workload.layers:
         for spec in layer.own_params:
-            total += state_bytes(s.optimizer, spec.role) * spec.numel
-            total += len(kinds(s.optimizer, spec.role)) * _HEADER_ENTRY * s.tp
-    return total + len(kinds(s.optimizer)) * _HEADER_ENTRY * s.devices
+            total += state_bytes(file, spec.role) * spec.numel
+            total += len(kinds(file, spec.role)) * _HEADER_ENTRY * mesh.tp
+    return total + len(kinds(file)) * _HEADER_ENTRY * mesh.ranks

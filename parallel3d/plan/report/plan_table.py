@@ -1,6 +1,7 @@
 """The planner's two tables on a terminal, and the details of one row."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
@@ -8,7 +9,6 @@ from rich.text import Text
 from parallel3d.base import terminal
 from parallel3d.base.mesh_sizes import AXES, WITHOUT_CP
 from parallel3d.base.terminal import Cell, Column
-from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.recompute import NONE
 from parallel3d.model.spec import LayerSpec, count_params
@@ -59,13 +59,13 @@ def nothing_fits(least: Plan) -> str:
     `least` is the plan that needs the least memory.
     """
     request = least.request
-    s = least.setting
+    flow, _, state = least.setting.choices
     fixed = f"fewer fixed choices (now {', '.join(request.fixed)}), " if request.fixed else ""
     return (
         f"NOTHING FITS on {request.devices:,} x {request.hardware.name}: the smallest plan needs "
-        f"{gib(least.memory.total)} GiB, with {s.mesh.label}, ZeRO-{s.zero_stage}, micro batch "
-        f"{s.shape.batch}, recompute {s.recompute}, offload: {least.offload} ({least.reason}); "
-        f"use {fixed}more devices, or devices and hosts with more memory"
+        f"{gib(least.memory.total)} GiB, with {flow.mesh.label}, ZeRO-{state.zero_stage}, micro "
+        f"batch {flow.micro_batch}, recompute {flow.recompute}, offload: {least.offload} "
+        f"({least.reason}); use {fixed}more devices, or devices and hosts with more memory"
     )
 
 
@@ -80,13 +80,13 @@ def say_heading(request: Request, out: Console) -> None:
     """Print the request: model, precision, devices, tokens of a step, and fixed choices."""
     config = request.config
     hardware = request.hardware
-    seq = request.base.shape.seq
+    seq = request.workload.seq
     batch = request.global_batch_size
     tokens = "" if request.num_tokens is None else f", {count(request.num_tokens)} tokens in all"
     terminal.say(
         out,
-        f"{config.model.family} of {parameters(request.base.layers)} in "
-        f"{request.base.precision} on {request.devices:,} x {hardware.name}; a step of "
+        f"{config.model.family} of {parameters(request.workload.layers)} in "
+        f"{request.workload.precision} on {request.devices:,} x {hardware.name}; a step of "
         f"{batch:,} x {seq:,} = {count(batch * seq)} tokens{tokens}",
     )
     if request.batch_sizes:
@@ -101,7 +101,7 @@ def say_heading(request: Request, out: Console) -> None:
 def _say_off_tiles(request: Request, out: Console) -> None:
     """Name sizes of the model that slow its products down on this device."""
     model = request.config.model
-    precision = request.base.precision
+    precision = request.workload.precision
     sizes = {"head size": head_size_of(model), "hidden_size": model.hidden_size}
     for name in ("intermediate_size", "moe_intermediate_size", "vocab_size"):
         if isinstance(size := getattr(model, name, None), int):
@@ -122,26 +122,27 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
     settings = [plan.setting for plan in plans]
     flops = request.flops.full
     room = request.hardware.memory_bytes.value
-    axes = AXES if any(s.cp > 1 for s in settings) else WITHOUT_CP
+    axes = AXES if any(s.mesh.cp > 1 for s in settings) else WITHOUT_CP
     meshes = []
     for s in settings:
-        mesh = "×".join(str(getattr(s, axis)) for axis in axes)
-        if s.ep > 1:
-            mesh += f" ep {s.ep}"
-        if s.sequence_parallel:
+        mesh = "×".join(str(getattr(s.mesh, axis)) for axis in axes)
+        if s.flow.ep > 1:
+            mesh += f" ep {s.flow.ep}"
+        if s.flow.sequence_parallel:
             mesh += " sp"
         meshes.append(mesh)
-    reduces = ["" if s.reduces_once or s.zero_stage == 2 else " each" for s in settings]
+    states = [s.state for s in settings]
+    reduces = ["" if s.reduces_once or s.zero_stage == 2 else " each" for s in states]
     columns: list[FilledColumn] = [
         (Column("#"), [str(number) for number, _ in enumerate(plans, first)]),
         (Column("×".join(axes), right=False), meshes),
         (
             Column("ZeRO", right=False, line=1),
-            [f"{s.zero_stage}{each}" for s, each in zip(settings, reduces, strict=True)],
+            [f"{s.zero_stage}{each}" for s, each in zip(states, reduces, strict=True)],
         ),
     ]
-    if any(s.zero_stage == 3 for s in settings):
-        gathered = [s.weights.removeprefix("per_") if s.zero_stage == 3 else "–" for s in settings]
+    if any(s.zero_stage == 3 for s in states):
+        gathered = [s.weights.removeprefix("per_") if s.zero_stage == 3 else "–" for s in states]
         columns.append((Column("weights", right=False, line=1), gathered))
     if any(plan.offload != "none" for plan in plans):
         offloads = [plan.offload for plan in plans]
@@ -149,17 +150,20 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
     rates = [plan.per_device(flops) for plan in plans]
     shares = [plan.mfu(flops) for plan in plans]
     columns += [
-        (Column("micro×M", line=1), [f"{s.shape.batch}×{s.num_microbatches}" for s in settings]),
+        (
+            Column("micro×M", line=1),
+            [f"{s.flow.micro_batch}×{s.num_microbatches}" for s in settings],
+        ),
         (
             Column("schedule", right=False, line=1),
             [
-                s.schedule + (f" ×{s.stages_per_rank}" if s.stages_per_rank > 1 else "")
-                for s in settings
+                name + (f" ×{stages_per_rank}" if stages_per_rank > 1 else "")
+                for stages_per_rank, name in (s.order for s in settings)
             ],
         ),
         (
             Column("recompute", right=False, line=1),
-            ["–" if s.recompute == NONE else str(s.recompute) for s in settings],
+            ["–" if s.flow.recompute == NONE else str(s.flow.recompute) for s in settings],
         ),
         (Column("GiB"), [gib(plan.memory.total) for plan in plans]),
         (Column("of device"), [f"{100 * plan.memory.total / room:.0f} %" for plan in plans]),
@@ -192,10 +196,10 @@ def explain(plan: Plan, out: Console) -> None:
     parts = {name: part for name, part in plan.time.parts.items() if part > 1e-6 * total}
     parts = {"waiting" if name == "bubble" else name: part for name, part in parts.items()}
     _print_parts(parts, total, lambda part: f"{three(part):>8} s  ", out)
-    if plan.setting.pp > 1:
+    if plan.setting.mesh.pp > 1:
         share = f"{100 * plan.time.bubble:.1f} %"
         terminal.say(out, f"\nbubble: pp ranks idle for {share} of the time of their passes")
-    if plan.setting.newton_schulz is not None:
+    if plan.setting.workload.newton_schulz is not None:
         terminal.say(out, _on_matrices(plan.setting, request.hardware))
     terminal.say(
         out,
@@ -218,10 +222,11 @@ def explain(plan: Plan, out: Console) -> None:
 
 def _on_matrices(setting: Setting, hardware: Hardware) -> str:
     """Return a line about the exchange and the work of an optimizer of whole matrices."""
-    machine = machine_of(hardware, setting.software, curves_for(hardware))
+    machine = machine_of(hardware, setting.workload.software, curves_for(hardware))
     work = slowest_matrix_work(setting, machine)
+    optimizer = setting.workload.optimizer.file
     return (
-        f"\n{setting.optimizer}: a stage's ranks exchange {work.sent_bytes / 1e9:.3g} GB in "
+        f"\n{optimizer}: a stage's ranks exchange {work.sent_bytes / 1e9:.3g} GB in "
         f"{three(work.exchange_seconds)} s a step; Newton-Schulz takes "
         f"{three(work.product_seconds)} s, and the busiest rank has {work.imbalance:.3g} "
         "times the mean work"
@@ -255,20 +260,20 @@ def _print_parts(
 
 def lines_of(setting: Setting) -> Iterator[str]:
     """Yield lines that describe a setting's choices, with the values of the config."""
-    s = setting
-    split = ", sequence parallel" if s.sequence_parallel else ""
-    split += f", experts divided over {s.ep} dp ranks" if s.ep > 1 else ""
-    several = f" with {s.stages_per_rank} stages a rank" if s.stages_per_rank > 1 else ""
-    reduced = "once a step" if s.reduces_once else "after each microbatch"
-    yield f"mesh      {s.mesh.label}{split}"
+    flow, (stages_per_rank, schedule), state = setting.choices
+    split = ", sequence parallel" if flow.sequence_parallel else ""
+    split += f", experts divided over {flow.ep} dp ranks" if flow.ep > 1 else ""
+    several = f" with {stages_per_rank} stages a rank" if stages_per_rank > 1 else ""
+    reduced = "once a step" if state.reduces_once else "after each microbatch"
+    yield f"mesh      {flow.mesh.label}{split}"
     yield (
-        f"pipeline  {s.schedule}{several}, {s.num_microbatches} microbatches of {s.shape.batch}, "
-        f"recompute {s.recompute}"
+        f"pipeline  {schedule}{several}, {setting.num_microbatches} microbatches of "
+        f"{flow.micro_batch}, recompute {flow.recompute}"
     )
-    offload = describe_offload(s.offload_optimizer, s.offload_param)
-    if s.zero_stage == 3:
-        reduced += f", weights gathered {s.weights}"
-    yield f"state     ZeRO-{s.zero_stage}, gradients reduced {reduced}, offload: {offload}"
+    if state.zero_stage == 3:
+        reduced += f", weights gathered {state.weights}"
+    reduced += f", offload: {state.offload}"
+    yield f"state     ZeRO-{state.zero_stage}, gradients reduced {reduced}"
 
 
 def three(value: float) -> str:
@@ -300,12 +305,14 @@ def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> I
     The alternative is a buffer of the largest layer's size: no more is reduced or gathered at once.
     """
     layer = largest_layer(setting)
+    buffers = setting.workload.buffers
     for name in _SIZES:
-        lower = setting.buffers.model_copy(update={name: layer})
-        saved = memory.total - peak_of(setting.but(buffers=lower), memory.pp_coord, hardware).total
+        lower = buffers.model_copy(update={name: layer})
+        leaner = replace(setting, workload=replace(setting.workload, buffers=lower))
+        saved = memory.total - peak_of(leaner, memory.pp_coord, hardware).total
         if saved >= LARGE * memory.total:
             yield (
-                f"{gib(saved)} GiB: DeepSpeed's {name} = {getattr(setting.buffers, name):,} "
+                f"{gib(saved)} GiB: DeepSpeed's {name} = {getattr(buffers, name):,} "
                 f"elements; lower it to the size of the largest layer: --zero_optimization.{name} "
                 f"{layer}"
             )
@@ -314,7 +321,8 @@ def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> I
 def largest_layer(setting: Setting) -> int:
     """Return the parameters of the largest layer on a tp rank, rounded up to two digits."""
     exact = max(
-        sum(p.elements({"tensor": setting.tp}) for p in layer.params) for layer in setting.layers
+        sum(p.elements({"tensor": setting.mesh.tp}) for p in layer.params)
+        for layer in setting.workload.layers
     )
     unit: int = 10 ** max(0, len(str(exact)) - 2)
     return -(-exact // unit) * unit
@@ -351,7 +359,7 @@ def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None
     columns.append((Column("│", line=2), rule))
     rates = [plan.per_device(flops.full + plan.recomputed_flops) for plan in plans]
     columns.append((Column("TF/s hw", line=2), [three(rate / 1e12) for rate in rates]))
-    if request.hardware.peak(request.base.precision) is not None:
+    if request.hardware.peak(request.workload.precision) is not None:
         shares = [plan.mfu(flops.causal) or 0 for plan in plans]
         columns.append((Column("MFU causal", line=2), [f"{100 * mfu:.0f} %" for mfu in shares]))
     if request.num_tokens is not None:

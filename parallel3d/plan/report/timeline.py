@@ -1,5 +1,6 @@
 """Picture of a plan: each pipeline rank's actions over time, and the fullest rank's memory."""
 
+from dataclasses import replace
 from html import escape
 from itertools import accumulate
 
@@ -45,13 +46,14 @@ def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float,
 
 def drawing(plan: Plan) -> tuple[str, object]:
     """Return the SVG of a plan's timeline and memory, and its trace for Perfetto."""
-    s = plan.setting
+    flow, order, _ = plan.setting.choices
     total = plan.setting.num_microbatches
-    drawn = draw.microbatches_drawn(s.pp, total, s.stages_per_rank)
-    setting = s.but(num_microbatches=drawn)
+    drawn = draw.microbatches_drawn(flow.mesh.pp, total, order.stages_per_rank)
+    setting = replace(plan.setting, num_microbatches=drawn)
     spans = step_spans(setting, plan.request.hardware)
     some = "" if drawn == total else f" ({drawn} of them drawn)"
-    title = f"{s.mesh.label}, {s.schedule}, {total} microbatches of {s.shape.batch}{some}"
+    batches = f"{total} microbatches of {flow.micro_batch}{some}"
+    title = f"{flow.mesh.label}, {order.schedule}, {batches}"
     above = draw.figure([(title, spans)], plan.time.bubble)
     height = draw.height_of(spans)
     below = [f'<g transform="translate(0 {height})">', *_panel(plan, setting, spans), "</g>"]

@@ -22,10 +22,10 @@ from parallel3d.model.recompute import FULL, NONE, Recompute
 from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import least_in_flight, least_on_first, peak_of
 from parallel3d.plan.search import candidates
-from parallel3d.plan.search.candidates import PLAIN, Choices, Flow, Order, ZeroState, setting_of
+from parallel3d.plan.search.candidates import setting_of
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import all_fit, evaluate, room_of, with_fewest_in_full, worst
-from parallel3d.plan.setting import Setting
+from parallel3d.plan.setting import PLAIN, Choices, Flow, Order, Setting, ZeroState
 from parallel3d.plan.time.network import sharing
 from parallel3d.plan.time.operators import curves_for
 from parallel3d.plan.time.step import costs_of, lower_bound, step_time
@@ -106,7 +106,8 @@ class _Search:
         self.curves = curves_for(request.hardware)
         self.room = room_of(request.hardware)  # bytes of a device, and of its host
         # The time to accumulate gradients depends on the ZeRO stage; floors leave it out.
-        self._software = replace(request.base.software, gradient_bytes=0)
+        software = replace(request.workload.software, gradient_bytes=0)
+        self._floors_workload = replace(request.workload, software=software)
         flows = [flow for mesh in meshes for flow in candidates.flows(request, mesh)]
         self.floors = sorted((self._floor_of_any(flow), flow) for flow in flows)
         # If host and device are the same cores, an offload may be faster than none.
@@ -159,7 +160,7 @@ class _Search:
             if setting and self._opens_full(setting):
                 setting = with_fewest_in_full(setting, self.hardware, self._least_full(setting))
                 # A setting that fits without recomputation has its own node.
-                setting = None if setting.recompute == NONE else setting
+                setting = None if setting.flow.recompute == NONE else setting
             if setting:
                 yield self._bound(setting), setting
             if not fits:
@@ -173,9 +174,9 @@ class _Search:
 
     def _handicap(self, setting: Setting) -> float:
         """Return the factor on a plan's seconds by which plans are ordered: 1 for simple ones."""
-        offloads = {setting.offload_optimizer, setting.offload_param} != {"none"}
+        offloads = setting.state.num_offloads > 0
         own = 1 + OFFLOAD_GAIN if offloads and not self._offload_may_help else 1.0
-        return own if setting.cp == 1 else own * (1 + CP_GAIN)
+        return own if setting.mesh.cp == 1 else own * (1 + CP_GAIN)
 
     def _untested(
         self, flow: Flow, order: Order, activations: int, groups: Sequence[Sequence[ZeroState]]
@@ -217,12 +218,12 @@ class _Search:
 
     def _opens_full(self, setting: Setting) -> bool:
         """Return True if the planner may recompute only some layers in full."""
-        return setting.recompute == FULL and candidates.opens_recompute(self.request)
+        return setting.flow.recompute == FULL and candidates.opens_recompute(self.request)
 
     def _least_full(self, setting: Setting) -> int:
         """Return a lower bound on the layers of a stage that must be recomputed to fit."""
         full, _ = least_on_first(setting, self.hardware)
-        without, _ = least_on_first(setting.but(recompute=NONE), self.hardware)
+        without, _ = least_on_first(setting.recomputing(NONE), self.hardware)
         freed = without - full
         over = without - self.room[0]
         return max(0, over * min(blocks_in_stages(setting)) // max(1, freed))
@@ -232,11 +233,11 @@ class _Search:
 
         The number of gathers follows from the whole schedule; one per step is the least.
         """
-        if setting.weights == "per_pass":
-            setting = setting.but(weights="per_step")
+        if setting.state.weights == "per_pass":
+            setting = setting.gathering("per_step")
         if self._opens_full(setting):
             least = Recompute(full_layers=max(1, self._least_full(setting)))
-            setting = setting.but(recompute=least)
+            setting = setting.recomputing(least)
         return self._bound(setting)
 
     def _bound(self, setting: Setting) -> float:
@@ -246,7 +247,7 @@ class _Search:
     def _floor_of_any(self, flow: Flow) -> float:
         """Return a flow's lower bound, with any number of layers in full recomputation."""
         floor = self._floor(flow)
-        blocks = len(self.request.base.layers) - 2
+        blocks = len(self.request.workload.layers) - 2
         if flow.recompute != FULL or not candidates.opens_recompute(self.request) or blocks < 1:
             return floor
         # At least one layer of each stage, of which the first and the last may have none.
@@ -258,8 +259,7 @@ class _Search:
         request = self.request
         mesh = flow.mesh
         alone = flow._replace(mesh=mesh._replace(pp=1, dp=mesh.dp * mesh.pp))
-        setting = setting_of(request, alone, Order(1, "gpipe"), PLAIN)
-        setting = setting.but(num_microbatches=1, software=self._software)
+        setting = Setting(self._floors_workload, 1, alone)
         costs = costs_of(setting, self.hardware, self.curves)
         seconds = _SAFE * (sum(costs.forward[0]) + sum(costs.backward[0]))
         return seconds * (request.global_batch_size / mesh.dp / flow.micro_batch / mesh.pp)
@@ -325,15 +325,14 @@ class _Search:
 
 def simplicity(plan: Plan) -> tuple[object, ...]:
     """Return the sort key of equally fast plans: fewer stages first, then less offload, etc."""
-    s = plan.setting
-    flow, order, state = candidates.choices_of(s)
+    flow, order, state = plan.setting.choices
     return (
-        s.pp * s.stages_per_rank,
+        plan.setting.num_stages,
         state,
-        s.cp,
-        s.tp,
-        s.sequence_parallel,
-        s.recompute.strength,
+        flow.mesh.cp,
+        flow.mesh.tp,
+        flow.sequence_parallel,
+        flow.recompute.strength,
         plan.memory.total,
         order,
         flow.micro_batch,

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import product
 from math import gcd
-from typing import NamedTuple
 
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.section import Problem, Problems, nearest
@@ -17,55 +16,21 @@ from parallel3d.config import MeshConfig, checks
 from parallel3d.config.model_checks import divisors_of
 from parallel3d.config.parallel3d_block import PipelineConfig
 from parallel3d.model import optimizers
-from parallel3d.model.recompute import FULL, MLP, MODES, NONE, Recompute, parse
-from parallel3d.model.spec import Shape
+from parallel3d.model.recompute import FULL, MLP, MODES, NONE, parse
 from parallel3d.plan.search.plans import CHOICES, Request
-from parallel3d.plan.setting import Device, Setting
+from parallel3d.plan.setting import DEVICES, Device, Flow, Order, Setting, ZeroState
 from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
 
 UNEVEN = 4  # stages per rank; more only if all stages, or all but the ends, are equally long
 MOST_STAGES = 64  # per rank; a search over hundreds takes minutes, and each stage adds messages
 LEAST_TOKENS = 4096  # a cp rank's; with fewer, gathers outlast the products that a rank saves
-DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 WEIGHTS: tuple[Weights, ...] = ("per_step", "per_pass", "per_microbatch")  # fastest first
-
-
-class Flow(NamedTuple):
-    """A mesh with its micro batch size, recomputation and sequence parallelism."""
-
-    mesh: MeshSizes
-    micro_batch: int
-    recompute: Recompute
-    sequence_parallel: bool
-    ep: int = 1
-
-
-class Order(NamedTuple):
-    """A schedule's name, and the number of stages on each rank."""
-
-    stages_per_rank: int
-    schedule: str
-
-
-class ZeroState(NamedTuple):
-    """A ZeRO stage with its reduction and offloads. The simplest sorts first."""
-
-    num_offloads: int
-    zero_stage: int
-    reduces_once: bool
-    offload_optimizer: Device
-    offload_param: Device
-    weights: Weights = "per_microbatch"  # used by ZeRO-3 only
-
-
-PLAIN = ZeroState(0, 0, True, "none", "none")  # nothing sharded, nothing offloaded
-Choices = tuple[Flow, Order, ZeroState]
 
 
 def meshes(request: Request) -> Iterator[MeshSizes]:
     """Yield every mesh of the request's devices, ordered by pp, tp and cp."""
-    longest = max(1, request.base.shape.seq // LEAST_TOKENS, request.fixed.get("cp", 1))
+    longest = max(1, request.workload.seq // LEAST_TOKENS, request.fixed.get("cp", 1))
     for pp in divisors_of(request.devices):
         for tp, cp in product(divisors_of(request.devices // pp), repeat=2):
             dp, rest = divmod(request.devices, pp * cp * tp)
@@ -84,10 +49,10 @@ def opens_recompute(request: Request) -> bool:
 @lru_cache(maxsize=1024)
 def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
     """Return a mesh's flows: every micro batch, recomputation and sequence parallelism."""
-    may_split = mesh.tp > 1 and not request.base.shape.seq % (mesh.cp * mesh.tp)
+    may_split = mesh.tp > 1 and not request.workload.seq % (mesh.cp * mesh.tp)
     if not opens_recompute(request):
         recomputes = [parse(request.fixed["recompute"])]
-    elif request.base.software.attention == "flash":
+    elif request.workload.software.attention == "flash":
         # With a fused kernel, "selective" frees only 4 bytes a head and token.
         recomputes = [NONE, MLP, FULL]
     else:
@@ -117,7 +82,7 @@ def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
     """Return every schedule that can run the flow, fewest stages first."""
     allowed = []
     pp = flow.mesh.pp
-    num_layers = len(request.base.layers)
+    num_layers = len(request.workload.layers)
     names = schedules.names()
     sizes = request.batch_sizes or (request.global_batch_size,)
     counts = {size // flow.mesh.dp // flow.micro_batch for size in sizes}
@@ -164,9 +129,8 @@ def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
             and _reduces(request, stage, once)
             and _has_offload(request, stage, optimizer, param)
         ):
-            num_offloads = DEVICES.index(optimizer) + DEVICES.index(param)
             way = ways(request, stage, param)[0]
-            allowed.append(ZeroState(num_offloads, stage, once, optimizer, param, way))
+            allowed.append(ZeroState.of(stage, once, optimizer, param, way))
     return tuple(sorted(allowed, key=lambda s: (s.num_offloads, s.zero_stage, not s.reduces_once)))
 
 
@@ -223,38 +187,9 @@ def shorter_gathers(request: Request, order: Order, state: ZeroState) -> tuple[Z
 
 
 def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> Setting:
-    """Return the Setting of a flow, an order and a state."""
-    base = request.base
-    mesh = flow.mesh
-    return base.but(
-        shape=Shape(flow.micro_batch, base.shape.seq),
-        num_microbatches=request.global_batch_size // mesh.dp // flow.micro_batch,
-        pp=mesh.pp,
-        dp=mesh.dp,
-        cp=mesh.cp,
-        tp=mesh.tp,
-        ep=flow.ep,
-        sequence_parallel=flow.sequence_parallel,
-        schedule=order.schedule,
-        stages_per_rank=order.stages_per_rank,
-        recompute=flow.recompute,
-        zero_stage=state.zero_stage,
-        reduces_once=state.reduces_once,
-        weights=state.weights,
-        offload_optimizer=state.offload_optimizer,
-        offload_param=state.offload_param,
-    )
-
-
-def choices_of(setting: Setting) -> Choices:
-    """Return the flow, order and state of a setting."""
-    s = setting
-    flow = Flow(s.mesh, s.shape.batch, s.recompute, s.sequence_parallel, s.ep)
-    offloads = setting.offload_optimizer, setting.offload_param
-    count = sum(DEVICES.index(device) for device in offloads)
-    weights: Weights = setting.weights if setting.zero_stage == 3 else "per_microbatch"
-    state = ZeroState(count, setting.zero_stage, setting.reduces_once, *offloads, weights)
-    return flow, Order(setting.stages_per_rank, setting.schedule), state
+    """Return the setting of a request's workload with these choices."""
+    num_microbatches = request.global_batch_size // flow.mesh.dp // flow.micro_batch
+    return Setting(request.workload, num_microbatches, flow, order, state)
 
 
 def _is_open(request: Request, **choices: object) -> bool:
@@ -298,7 +233,7 @@ def _is_possible(request: Request, mesh: MeshSizes) -> bool:
     config = request.config
     sections = {"mesh": MeshConfig(**mesh._asdict()), "model": config.model, "data": config.data}
     return (
-        mesh.pp <= len(request.base.layers)
+        mesh.pp <= len(request.workload.layers)
         and request.common_batch % mesh.dp == 0
         and not checks.find_problems(sections)
     )

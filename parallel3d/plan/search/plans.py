@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 from parallel3d.base.mesh_sizes import AXES
 from parallel3d.base.section import Problem
 from parallel3d.config import RunConfig, arithmetic
-from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import LayerSpec, Shape
 from parallel3d.model.spec import flops_of as products_flops
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.layers.placement import cost_of, layers_by_stage, model_of, recompute_of
 from parallel3d.plan.memory.peak import Memory
-from parallel3d.plan.setting import Setting
+from parallel3d.plan.setting import Setting, Workload
 from parallel3d.plan.time.step import StepTime
 
 CHOICES = (
@@ -40,7 +39,7 @@ class Request:
     """A model and a global batch to plan on a number of devices.
 
     - `config`: the run, with a known vocabulary size.
-    - `base`: a Setting of the run, whose choices the planner replaces.
+    - `workload`: what all its plans share.
     - `fixed`: fixed choices, by the names of CHOICES.
     - `num_tokens`: tokens of the run; None if its length is not set in tokens or steps.
     - `batch_sizes`: with train.batch_schedule, its sizes; the global batch is the largest, which
@@ -48,7 +47,7 @@ class Request:
     """
 
     config: RunConfig
-    base: Setting
+    workload: Workload
     hardware: Hardware
     devices: int
     global_batch_size: int
@@ -64,7 +63,7 @@ class Request:
     @cached_property
     def flops(self) -> "Flops":
         """FLOPs of a step."""
-        each = flops_of(self.base.layers, self.base.shape.seq)
+        each = flops_of(self.workload.layers, self.workload.seq)
         return Flops(*(self.global_batch_size * flops for flops in each))
 
 
@@ -113,7 +112,7 @@ class Plan:
     @property
     def offload(self) -> str:
         """The plan's offloads in words."""
-        return describe_offload(self.setting.offload_optimizer, self.setting.offload_param)
+        return self.setting.state.offload
 
     @property
     def tokens_per_second(self) -> float:
@@ -140,18 +139,19 @@ class Plan:
 
     def mfu(self, flops: float) -> float | None:
         """Return a device's FLOP/s over its peak, for steps of `flops`; None without a peak."""
-        peak = self.request.hardware.peak(self.setting.precision)
+        peak = self.request.hardware.peak(self.request.workload.precision)
         return None if peak is None else self.per_device(flops) / peak
 
     @cached_property
     def recomputed_flops(self) -> float:
         """FLOPs that recomputation adds to a step."""
-        s = self.setting
         flops = 0
-        model = model_of(s.layers)
-        shape = Shape(1, s.shape.seq)
-        for part in layers_by_stage(model, s.pp * s.stages_per_rank, s.shape.seq):
-            for kind, way in zip(part.kinds, recompute_of(part, s.recompute), strict=True):
+        work = self.setting.workload
+        model = model_of(work.layers)
+        shape = Shape(1, work.seq)
+        for part in layers_by_stage(model, self.setting.num_stages, work.seq):
+            ways = recompute_of(part, self.setting.flow.recompute)
+            for kind, way in zip(part.kinds, ways, strict=True):
                 again = cost_of(model, kind, shape, recompute=way).recomputed
                 flops += products_flops(again.matmuls)
                 flops += again.attention.flops if again.attention else 0
@@ -181,20 +181,21 @@ class Plan:
 
 def choices_json(setting: Setting, memory: Memory) -> dict[str, object]:
     """Return a setting's choices and the memory of its fullest rank as JSON."""
-    s = setting
+    flow = setting.flow
+    state = setting.state
     return {
-        **s.mesh._asdict(),
-        "ep": s.ep,
-        "sequence_parallel": s.sequence_parallel,
-        "zero_stage": s.zero_stage,
-        "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
-        "weights": s.weights if s.zero_stage == 3 else None,
-        "offload": describe_offload(s.offload_optimizer, s.offload_param),
-        "micro_batch": s.shape.batch,
-        "num_microbatches": s.num_microbatches,
-        "schedule": s.schedule,
-        "stages_per_rank": s.stages_per_rank,
-        "recompute": str(s.recompute),
+        **flow.mesh._asdict(),
+        "ep": flow.ep,
+        "sequence_parallel": flow.sequence_parallel,
+        "zero_stage": state.zero_stage,
+        "gradient_reduction": "per_step" if state.reduces_once else "per_microbatch",
+        "weights": state.weights if state.zero_stage == 3 else None,
+        "offload": state.offload,
+        "micro_batch": flow.micro_batch,
+        "num_microbatches": setting.num_microbatches,
+        "schedule": setting.order.schedule,
+        "stages_per_rank": setting.order.stages_per_rank,
+        "recompute": str(flow.recompute),
         "memory_bytes": {**memory.parts, "total": memory.total},
         "host_bytes": memory.host,
         "nvme_bytes": memory.nvme,
@@ -237,10 +238,9 @@ def request_of(
         if train.steps is not None:
             phases = arithmetic.batch_phases(train, config.data)
             num_tokens = arithmetic.samples_of_steps(phases, train.steps) * seq
-    base = Setting.of_run(config, batch)
     return Request(
         config,
-        base,
+        Workload.of(config),
         hardware,
         devices,
         global_batch_size=batch,

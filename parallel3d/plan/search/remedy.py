@@ -10,9 +10,8 @@ from parallel3d.model.recompute import Recompute
 from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import Memory, exceeds, per_rank
 from parallel3d.plan.search import candidates
-from parallel3d.plan.search.candidates import Choices, Flow, Order, ZeroState
 from parallel3d.plan.search.plans import Plan, Request
-from parallel3d.plan.setting import Setting
+from parallel3d.plan.setting import Choices, Flow, Order, Setting, ZeroState
 from parallel3d.plan.time.step import step_time
 
 MOST_CHANGES = 400  # the most settings tried for a remedy
@@ -56,7 +55,7 @@ def gib(num_bytes: float) -> str:
 def all_fit(setting: Setting, hardware: Hardware) -> bool:
     """Return True if all ranks fit. The first is looked at first: it most often decides."""
     room = room_of(hardware)
-    return not any(exceeds(setting, coord, hardware, room) for coord in range(setting.pp))
+    return not any(exceeds(setting, coord, hardware, room) for coord in range(setting.mesh.pp))
 
 
 def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) -> Setting:
@@ -65,8 +64,8 @@ def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) ->
     If none need be, its recomputation is "none".
     """
     ways = [Recompute(full_layers=n) for n in range(least, max(blocks_in_stages(setting)))]
-    enough = bisect_left(ways, True, key=lambda way: all_fit(setting.but(recompute=way), hardware))
-    return setting.but(recompute=ways[enough]) if enough < len(ways) else setting
+    enough = bisect_left(ways, True, key=lambda way: all_fit(setting.recomputing(way), hardware))
+    return setting.recomputing(ways[enough]) if enough < len(ways) else setting
 
 
 def worst(setting: Setting, hardware: Hardware) -> Memory:
@@ -86,7 +85,7 @@ def evaluate(request: Request, setting: Setting) -> Plan:
     time = step_time(setting, hardware)
     remedy = ""
     if reason := reason_of(memory, hardware):
-        change = smallest_change(request, candidates.choices_of(setting))
+        change = smallest_change(request, setting.choices)
         remedy = change[0] if change else "none on this mesh fits; use another mesh or more devices"
     return Plan(request, setting, memory, time, reason, remedy)
 

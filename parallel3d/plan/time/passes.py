@@ -56,11 +56,12 @@ def stage_passes(layout: StageClasses, setting: Setting, machine: Machine) -> Pa
 
     def layers(recompute: Recompute) -> Passes:
         share = setting.recomputed_share
-        return _layers(layout.model, own, recompute, share, setting.devices, machine)
+        return _layers(layout.model, own, recompute, share, setting.mesh.ranks, machine)
 
-    if setting.recompute.is_uniform:
-        return _sums(layout, layers(setting.recompute))
-    return _sums(layout, layers(FULL), setting.recompute, layers(NONE))
+    recompute = setting.flow.recompute
+    if recompute.is_uniform:
+        return _sums(layout, layers(recompute))
+    return _sums(layout, layers(FULL), recompute, layers(NONE))
 
 
 @lru_cache(maxsize=65536)
@@ -94,15 +95,15 @@ def _layers(
     """Return the passes of each kind of layer."""
     overhead = machine.curves.overhead_per_layer
     overhead *= machine.hardware.slowdown("overhead", sharing(devices, machine.hardware))
-    on_host = own.offload_activations and machine.hardware.cores is None
+    on_host = own.workload.offload_activations and machine.hardware.cores is None
     both = []
     for kind in range(len(model.kinds)):
         cost = cost_of(model, kind, own.shape, own.tp, own.sequence_parallel, recompute)
         if own.ep > 1:
             cost = replace(
                 cost,
-                forward=_busiest(cost.forward, own.ep_imbalance),
-                recomputed=_busiest(cost.recomputed, own.ep_imbalance),
+                forward=_busiest(cost.forward, own.workload.ep_imbalance),
+                recomputed=_busiest(cost.recomputed, own.workload.ep_imbalance),
             )
         forward = _priced(cost.forward, cost.forward.collectives, own, devices, machine, _KEYS[:1])
         # A backward gathers keys and values once, whether or not it recomputes the attention.
@@ -136,7 +137,7 @@ def _exchange_seconds(
     if own.ep == 1 or not rows:
         return 0.0
     width = model.kinds[kind].config.hidden_size
-    sent = rows * width * own.bytes_per_element * own.ep_imbalance
+    sent = rows * width * own.bytes_per_element * own.workload.ep_imbalance
     over = group_of(own.ep, own.tp * own.cp, devices, machine.hardware)
     return 2 * all_to_all_seconds(sent, over, machine.hardware, machine.curves)
 
@@ -183,7 +184,8 @@ def _priced(
     curves = machine.curves
     software = machine.software
     shared = sharing(devices, hardware)
-    seconds = work_seconds(work, own.precision, hardware, curves, software, shared, backward)
+    precision = own.workload.precision
+    seconds = work_seconds(work, precision, hardware, curves, software, shared, backward)
     group = group_of(own.tp, 1, devices, hardware)
     size = own.bytes_per_element
     tensor = sum(

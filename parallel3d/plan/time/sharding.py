@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config.hardware import Host
 from parallel3d.model import optimizers
-from parallel3d.model.matrices import NewtonSchulz, imbalance, matrices_of, newton_schulz_cost
+from parallel3d.model.matrices import imbalance, matrices_of, newton_schulz_cost
 from parallel3d.model.spec import MASTER_BYTES
 from parallel3d.plan.layers.placement import Counts, LayerKinds, StageClasses, stage_classes_of
 from parallel3d.plan.layers.weight_counts import (
@@ -22,7 +23,7 @@ from parallel3d.plan.layers.weight_counts import (
     weights_of,
 )
 from parallel3d.plan.layers.windows import windows_of
-from parallel3d.plan.setting import BYTES, Device, Precision, Setting
+from parallel3d.plan.setting import Device, Setting, Workload, ZeroState
 from parallel3d.plan.time.network import Kind, RankGroup, collective_seconds, group_of, sharing
 from parallel3d.plan.time.operators import Machine, bandwidth_of, matmul_flops, refuse
 
@@ -32,55 +33,44 @@ data sheet, 19.5 of 312 TFLOP/s (H100 SXM: 67 of 989)."""
 
 
 class Sharding(NamedTuple):
-    """The fields of a setting that determine what its data-parallel ranks move and update."""
+    """The part of a setting that determines what its data-parallel ranks move and update.
 
-    tp: int
-    dp: int
-    cp: int
+    - `persistence`: elements of the largest parameter that ZeRO-3 keeps whole.
+    - `gathers` [stages of a coordinate]: gathers per step; () if every pass gathers.
+    """
+
+    workload: Workload
+    mesh: MeshSizes
     ep: int
-    shards: int
-    devices: int
     sequence_parallel: bool
-    precision: Precision
-    zero_stage: int
-    reduces_once: bool
-    gathers: tuple[int, ...]
-    """[stages of a coordinate]: gathers per step; () if every pass gathers."""
-    offload_optimizer: Device
-    offload_param: Device
+    state: ZeroState
+    shards: int
     persistence: int
-    optimizer: str
-    newton_schulz: NewtonSchulz | None
+    gathers: tuple[int, ...]
 
     @classmethod
     def of(cls, setting: Setting) -> "Sharding":
         """Return the sharding of a setting."""
+        flow = setting.flow
         return cls(
-            setting.tp,
-            setting.dp,
-            setting.cp,
-            setting.ep,
+            setting.workload,
+            flow.mesh,
+            flow.ep,
+            flow.sequence_parallel,
+            setting.state,
             setting.shards,
-            setting.devices,
-            setting.sequence_parallel,
-            setting.precision,
-            setting.zero_stage,
-            setting.reduces_once,
-            _gathers(setting) if setting.holds_weights else (),
-            setting.offload_optimizer,
-            setting.offload_param,
             setting.persistence,
-            setting.optimizer,
-            setting.newton_schulz,
+            _gathers(setting) if setting.state.holds_weights else (),
         )
 
 
 def _gathers(setting: Setting) -> tuple[int, ...]:
-    if setting.weights == "per_step" or setting.stages_per_rank == 1:
-        return (1,) * setting.stages_per_rank
+    weights = setting.state.weights
+    stages_per_rank = setting.order.stages_per_rank
+    if weights == "per_step" or stages_per_rank == 1:
+        return (1,) * stages_per_rank
     order = setting.action_order
-    weights = setting.weights
-    times = [windows_of(*order, weights, coord).times for coord in range(setting.pp)]
+    times = [windows_of(*order, weights, coord).times for coord in range(setting.mesh.pp)]
     return tuple(map(max, zip(*times, strict=True)))
 
 
@@ -165,16 +155,17 @@ def matrix_work(
     model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
 ) -> MatrixWork:
     """Return what an optimizer of whole matrices adds; nothing for one that works by elements."""
-    work = sharding.newton_schulz
+    work = sharding.workload.newton_schulz
     hardware = machine.hardware
     curves = machine.curves
+    mesh = sharding.mesh
     if work is None:
         return MatrixWork()
     shapes: list[tuple[int, int]] = []
     for kind, count in enumerate(held):
         shapes += matrices_of(model.kinds[kind].params, work.per_head) * count
     costs = tuple(newton_schulz_cost(*shape) for shape in shapes)
-    homes = sharding.dp * sharding.tp
+    homes = mesh.dp * mesh.tp
     uneven = imbalance(costs, homes)
     total_flops = sum(work.flops(cost, min(s)) for cost, s in zip(costs, shapes, strict=True))
     flops = total_flops / homes * uneven
@@ -182,20 +173,21 @@ def matrix_work(
     # Each rank's shard goes to the homes, and comes back; without ZeRO to all replicas, of which
     # experts have fewer.
     returned = elements
-    if not sharding.zero_stage:
+    if not sharding.state.zero_stage:
         experts = 0
         for kind, count in enumerate(held):
             for spec in model.kinds[kind].params:
                 if spec.role == "hidden" and "experts" in spec.cut_over:
                     experts += count * spec.numel
-        returned = (elements - experts) * sharding.dp + experts * sharding.dp // sharding.ep
-    group = group_of(homes, 1, sharding.devices, hardware)
+        returned = (elements - experts) * mesh.dp + experts * mesh.dp // sharding.ep
+    group = group_of(homes, 1, mesh.ranks, hardware)
     exchange = sum(
         collective_seconds("all_gather", MASTER_BYTES * n / homes, *group, hardware, curves)
         for n in (elements, returned)
     )
     has_rate = work.precision in {*hardware.matmul_flops, *hardware.peak_flops}
-    rate = matmul_flops(hardware, work.precision if has_rate else sharding.precision, curves)
+    precision = work.precision if has_rate else sharding.workload.precision
+    rate = matmul_flops(hardware, precision, curves)
     if work.precision == "fp32" and not has_rate:
         rate *= _FP32_SHARE
     products = flops / rate
@@ -220,21 +212,22 @@ class _HeldWeights:
     def __init__(
         self, model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
     ) -> None:
-        small = sharding.persistence if sharding.zero_stage == 3 else 0
-        self._layers = weights_of(model, held, sharding.tp, small, sharding.ep)
+        mesh = sharding.mesh
+        zero3 = sharding.state.zero_stage == 3
+        small = sharding.persistence if zero3 else 0
+        self._layers = weights_of(model, held, mesh.tp, small, sharding.ep)
         self.total = together(self._layers)
         self._sharding = sharding
         self._machine = machine
-        self._one_ring = sharding.zero_stage == 3 and machine.software.one_ring
+        self._one_ring = zero3 and machine.software.one_ring
         shards = sharding.shards
-        tp = sharding.tp
-        self._copies = sharding.dp * sharding.cp // shards
-        self._shards, self._across = (
-            group_of(ranks, stride, sharding.devices, machine.hardware)
-            for ranks, stride in ((shards, tp), (self._copies, tp * shards))
-        )
+        tp = mesh.tp
+        copies = mesh.dp * mesh.cp // shards
+        devices = mesh.ranks
+        self._shards = group_of(shards, tp, devices, machine.hardware)
+        self._across = group_of(copies, tp * shards, devices, machine.hardware)
         ep = sharding.ep  # cp ranks, which are nearer, are replicas of the same experts, too
-        self._experts = group_of(shards // ep, tp * ep, sharding.devices, machine.hardware)
+        self._experts = group_of(shards // ep, tp * ep, devices, machine.hardware)
 
     def collective(
         self, kind: Kind, num_bytes: float, group: RankGroup | None = None, one_ring: bool = False
@@ -273,7 +266,7 @@ class _HeldWeights:
         If the ranks that share the state are not all replicas, they reduce first, and then each
         reduces its shard with its counterparts.
         """
-        kind: Kind = "reduce_scatter" if self._sharding.zero_stage else "all_reduce"
+        kind: Kind = "reduce_scatter" if self._sharding.state.zero_stage else "all_reduce"
         num_buckets = max(1, round(self.total.params / self._machine.software.bucket))
         size = self._machine.software.reduction_bytes / num_buckets
         moved = self.total.params * size
@@ -289,21 +282,22 @@ def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
     weights = _HeldWeights(model, held, sharding, machine)
     sizes = weights.total
     shards = sharding.shards
-    size = BYTES[sharding.precision]
+    state = sharding.state
+    size = sharding.workload.bytes_per_element
     gather = fetch = overhead = reduce = store = 0.0
     num_accumulated: float = sizes.params
-    if sharding.zero_stage == 3:
+    if state.zero_stage == 3:
         gather = weights.gather(size)
-        fetch = fetch_seconds(sizes.params / shards * size, sharding.offload_param, machine)
+        fetch = fetch_seconds(sizes.params / shards * size, state.offload_param, machine)
         handled = sizes.num_params - (0 if software.handles_small else sizes.num_small)
         apart = curves.overhead_per_message if shards > 1 else 0.0
         overhead = weights.num_gathers if sharding.gathers else handled
         overhead *= curves.overhead_per_gather + apart
-    if not sharding.reduces_once:
+    if not state.reduces_once:
         reduce = weights.reduce()
-        if sharding.offload_optimizer != "none" and sharding.zero_stage >= 1:
+        if state.offload_optimizer != "none" and state.zero_stage >= 1:
             store = to_host_seconds(sizes.params / shards * software.gradient_bytes, machine)
-        if sharding.zero_stage >= 2:
+        if state.zero_stage >= 2:
             num_accumulated /= shards
     added = _touch(2 * num_accumulated * software.gradient_bytes, sharding, machine, curves.traffic)
     return StageTransfers(gather, fetch, overhead, reduce, store, added)
@@ -323,10 +317,13 @@ def _coord(
     held = tuple(sum(counts) for counts in zip(*(layout.stages[c] for c in classes), strict=True))
     weights = _HeldWeights(model, held, sharding, machine)
     sizes = weights.total
-    zero = sharding.zero_stage
-    size = BYTES[sharding.precision]
+    state = sharding.state
+    tp = sharding.mesh.tp
+    num_devices = sharding.mesh.ranks
+    work = sharding.workload
+    size = work.bytes_per_element
     held_alone = sizes.params + (sharding.ep - 1) * sizes.experts  # if ep ranks had all experts
-    own = held_alone / sharding.shards if zero else sizes.params
+    own = held_alone / sharding.shards if state.zero_stage else sizes.params
     before = fetch = program = later = least = reduce = after = tensor = tied = 0.0
     for times, move in zip(sharding.gathers, moves, strict=False):
         later += times * move.gather_seconds - (0.0 if before else move.gather_seconds)
@@ -336,44 +333,43 @@ def _coord(
     if sharding.gathers:  # unsharded parameters are gathered once more after the update, together
         least = weights.collective("all_gather", sizes.params * size)
         after = weights.collective("all_gather", sizes.small * size)
-    if sharding.reduces_once:
+    if state.reduces_once:
         reduce = weights.reduce()
-    if zero in (1, 2):
+    if state.zero_stage in (1, 2):
         after = weights.collective("all_gather", sizes.params * size)
     split = sharding.sequence_parallel
-    partials = sum(
-        count * partial(model, kind, sharding.tp, split) for kind, count in enumerate(held)
-    )
+    partials = sum(count * partial(model, kind, tp, split) for kind, count in enumerate(held))
     if partials:
-        group = group_of(sharding.tp, 1, sharding.devices, hardware)
+        group = group_of(tp, 1, num_devices, hardware)
         tensor = weights.collective("all_reduce", partials * software.gradient_bytes, group)
-    if (elements := tied_elsewhere(model, held, sharding.tp)) > 0:
-        in_one_node = sharing(sharding.devices, hardware) == sharding.devices
+    devices = sharing(num_devices, hardware)
+    if (elements := tied_elsewhere(model, held, tp)) > 0:
+        in_one_node = devices == num_devices
         pair = RankGroup(2, 2 if in_one_node else 1)
         tied = weights.collective("all_reduce", elements * software.gradient_bytes, pair)
-    devices = sharing(sharding.devices, hardware)
     optimizer = sizes.num_params * curves.overhead_per_param
     optimizer *= hardware.slowdown("overhead", devices)
     offload = 0.0
-    if sharding.reduces_once:  # all gradients are read, and written to one buffer
+    if state.reduces_once:  # all gradients are read, and written to one buffer
         flat = 2 * sizes.params * software.gradient_bytes
         optimizer += _touch(flat, sharding, machine, curves.optimizer)
-    if sharding.offload_optimizer == "none":
+    file = work.optimizer.file
+    if state.offload_optimizer == "none":
         if hardware.adam_params:
-            update = own * _relative_to_adam(sharding.optimizer) / hardware.adam_params.value
+            update = own * _relative_to_adam(file) / hardware.adam_params.value
             update *= hardware.slowdown("traffic", devices)
         else:
             # Besides the state, the gradient is read twice (for its norm) and the weight written.
-            file = optimizers.load(sharding.optimizer)
-            touched = own * (file.STEP_BYTES + 2 * software.gradient_bytes + size)
+            module = optimizers.load(file)
+            touched = own * (module.STEP_BYTES + 2 * software.gradient_bytes + size)
             update = _touch(touched, sharding, machine, curves.optimizer)
-            flops = own * file.STEP_FLOPS
-            update = max(update, flops / matmul_flops(hardware, sharding.precision, curves))
+            flops = own * module.STEP_FLOPS
+            update = max(update, flops / matmul_flops(hardware, work.precision, curves))
         optimizer += update
     else:
-        gradients = own * software.gradient_bytes if sharding.reduces_once else 0.0
+        gradients = own * software.gradient_bytes if state.reduces_once else 0.0
         update, offload = update_seconds(
-            own, sharding.offload_optimizer, gradients + own * size, machine, sharding.optimizer
+            own, state.offload_optimizer, gradients + own * size, machine, file
         )
         optimizer += update * hardware.slowdown("traffic", devices)
     optimizer += matrix_work(model, held, sharding, machine).seconds
@@ -383,7 +379,7 @@ def _coord(
 
 def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float) -> float:
     """Return the seconds to read or write `num_bytes` of device memory."""
-    slowdown = machine.hardware.slowdown("traffic", sharing(sharding.devices, machine.hardware))
+    slowdown = machine.hardware.slowdown("traffic", sharing(sharding.mesh.ranks, machine.hardware))
     return num_bytes / (bandwidth_of(machine.hardware) * share) * slowdown
 
 

@@ -93,16 +93,16 @@ class ActionCosts:
 
 def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCosts:
     """Return the seconds of all work of a step; ConfigError if the hardware lacks a figure."""
-    machine = machine_of(hardware, setting.software, curves)
+    machine = machine_of(hardware, setting.workload.software, curves)
     layout = stage_classes_of(setting)
-    slowdown = hardware.slowdown("overhead", sharing(setting.devices, hardware))
+    slowdown = hardware.slowdown("overhead", sharing(setting.mesh.ranks, hardware))
     by_stage, by_coord = transfers_of(layout, Sharding.of(setting), machine)
     forward = []
     backward = []
     ahead = []
     behind = []
     for (there, back), moves in zip(stage_passes(layout, setting, machine), by_stage, strict=True):
-        if setting.holds_weights:  # gathered before all passes
+        if setting.state.holds_weights:  # gathered before all passes
             moves = moves._replace(gather_seconds=0.0, fetch_seconds=0.0, overhead_seconds=0.0)
         parts, free = _exposed(there, moves, False, machine, slowdown)
         forward.append(parts)
@@ -110,7 +110,7 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
         parts, free = _exposed(back, moves, True, machine, slowdown)
         backward.append(parts)
         behind.append(free)
-    in_a_row = last_passes(setting.pp, setting.num_microbatches, setting.stages_per_rank)
+    in_a_row = last_passes(layout.pp, setting.num_microbatches, setting.order.stages_per_rank)
     per_coord = []
     for classes, once in zip(layout.coords, by_coord, strict=True):
         free_ahead = in_a_row * sum([ahead[c] for c in classes])
@@ -118,10 +118,12 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
         free_behind = in_a_row * sum([behind[c] for c in classes])
         per_coord.append(_once(once, free_ahead, free_before_last, free_behind, machine, slowdown))
     before, reduce, hideable, after = zip(*per_coord, strict=True)
-    num_bytes = setting.shape.tokens // setting.cp * setting.hidden_size * setting.bytes_per_element
-    stride = setting.tp * setting.cp * setting.dp
-    split = setting.sequence_parallel
-    sends = _sends(layout, num_bytes, setting.tp, stride, split, machine)
+    work = setting.workload
+    _, dp, cp, tp = setting.mesh
+    tokens = setting.flow.micro_batch * work.seq // cp
+    num_bytes = tokens * work.hidden_size * work.bytes_per_element
+    split = setting.flow.sequence_parallel
+    sends = _sends(layout, num_bytes, tp, tp * cp * dp, split, machine)
     return ActionCosts(layout, forward, backward, sends, before, reduce, hideable, after)
 
 
@@ -297,7 +299,7 @@ def _bubble(costs: ActionCosts, setting: Setting, passes: list[CoordinateEnd]) -
         for stage_class in layout.coords[coord_class]:
             each.append(sum(costs.forward[stage_class]) + sum(costs.backward[stage_class]))
     busy = setting.num_microbatches * sum(each)
-    return idle_fraction(busy, setting.pp, max(end.seconds for end in passes))
+    return idle_fraction(busy, layout.pp, max(end.seconds for end in passes))
 
 
 def _busy(costs: ActionCosts, num_microbatches: int) -> list[SecondsByPart]:
@@ -332,7 +334,8 @@ def lower_bound(setting: Setting, hardware: Hardware, curves: Curves | None = No
 def _bound(costs: ActionCosts, setting: Setting) -> float:
     layout = costs.layout
     count = setting.num_microbatches
-    sizes = layout.pp, count, setting.stages_per_rank
+    stages_per_rank, schedule = setting.order
+    sizes = layout.pp, count, stages_per_rank
     forward = [*map(sum, costs.forward)]
     backward = [*map(sum, costs.backward)]
     both = [*map(add, forward, backward)]
@@ -341,11 +344,11 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
     way = both
     around = both
     back = 2
-    if splits_backward(setting.schedule):
+    if splits_backward(schedule):
         way = [f + (full - f) / 2 for f, full in zip(forward, both, strict=True)]
         around = forward
         back = 1
-    held = most_in_flight(setting.schedule, *sizes) if sends[-1] else ()
+    held = most_in_flight(schedule, *sizes) if sends[-1] else ()
     reduced = 0.0
     for outer in layout.outer:
         work = count * sum([both[i] for i in layout.coords[outer.coord_class]])
@@ -361,7 +364,7 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
     reduced = max(reduced, through + unhidden)
     fastest = min(forward)
     if layout.pp > 1 and fastest > 0:
-        idle = load(setting.schedule).bubble(*sizes, min(backward) / fastest)
-        busy = count * setting.stages_per_rank * (fastest + min(backward))
+        idle = load(schedule).bubble(*sizes, min(backward) / fastest)
+        busy = count * stages_per_rank * (fastest + min(backward))
         reduced = max(reduced, busy / (1 - idle) + unhidden)
     return reduced + max(map(sum, costs.before)) + max(map(sum, costs.after))

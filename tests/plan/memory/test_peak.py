@@ -27,12 +27,13 @@ from parallel3d.plan.memory.peak import (
     per_rank,
     saved_bytes,
 )
-from parallel3d.plan.setting import DEFAULT_BUFFERS, Setting, layers_of
+from parallel3d.plan.setting import Setting, layers_of
 from parallel3d.schedule.action import Op
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import peak_in_flight
 from parallel3d.schedule.schedules import make_schedule, names, why_not
 from parallel3d.schedule.sharding import Weights
+from tests.plan.settings import changed, new_setting, shape_of
 
 pytestmark = pytest.mark.pure
 
@@ -92,9 +93,9 @@ def settings(draw, **fixed):
             st.sampled_from(["none", "cpu", "nvme"][: 1 if zero == 0 else 3])
         ),
         "offload_param": draw(st.sampled_from(["none", "cpu"] if zero == 3 else ["none"])),
-        "buffers": draw(st.sampled_from([DEFAULT_BUFFERS, fitted(hidden_size)])),
+        "buffers": draw(st.sampled_from([ZeroConfig(stage=0), fitted(hidden_size)])),
     }
-    return Setting(**(chosen | fixed))
+    return new_setting(**(chosen | fixed))
 
 
 def fitted(hidden_size):
@@ -115,8 +116,8 @@ few = hypothesis_settings(max_examples=15)
 def test_memory_of_nccl_is_estimated_on_gpus():
     """Communicators: world, pp, pp backward, dp, tp, model. Messages: with two neighbours."""
     shape = Shape(2, 128)
-    one = Setting(gpt(256, 6), 256, shape, 8, schedule="one_f_one_b")
-    mesh = one.but(pp=4, dp=2, tp=2)
+    one = new_setting(gpt(256, 6), 256, shape, 8, schedule="one_f_one_b")
+    mesh = changed(one, pp=4, dp=2, tp=2)
     message = shape.tokens * 256 * 2
 
     def outside(setting, coord, machine):
@@ -124,15 +125,15 @@ def test_memory_of_nccl_is_estimated_on_gpus():
         return parts["margin"] - margin(sum(parts.values()) - parts["margin"], machine)
 
     assert outside(one, 0, A100) == 0
-    assert outside(one.but(dp=8), 0, A100) == COMMUNICATOR  # dp is the world
-    assert outside(one.but(dp=4, tp=2), 0, A100) == 4 * COMMUNICATOR  # world, dp, tp, model
+    assert outside(changed(one, dp=8), 0, A100) == COMMUNICATOR  # dp is the world
+    assert outside(changed(one, dp=4, tp=2), 0, A100) == 4 * COMMUNICATOR  # world, dp, tp, model
     assert outside(mesh, 0, A100) == 6 * COMMUNICATOR + KEPT_MESSAGES * message
     assert outside(mesh, 1, A100) == 6 * COMMUNICATOR + 2 * KEPT_MESSAGES * message
-    assert outside(mesh.but(sequence_parallel=True), 3, A100) == (
+    assert outside(changed(mesh, sequence_parallel=True), 3, A100) == (
         6 * COMMUNICATOR + KEPT_MESSAGES * message // 2
     )
     # v_shape: stages 3 and 4 are on one rank, so no message passes between them.
-    bent = mesh.but(schedule="v_shape", stages_per_rank=2)
+    bent = changed(mesh, schedule="v_shape", stages_per_rank=2)
     assert outside(bent, 3, A100) == 6 * COMMUNICATOR + 2 * KEPT_MESSAGES * message
     assert peak_of(mesh, 1).parts["margin"] == 0
 
@@ -141,13 +142,13 @@ def test_memory_of_nccl_is_estimated_on_gpus():
 @given(settings(), machines)
 def test_parts_sum_to_the_whole(setting, machine):
     ranks = per_rank(setting, machine)
-    assert [memory.pp_coord for memory in ranks] == list(range(setting.pp))
+    assert [memory.pp_coord for memory in ranks] == list(range(setting.mesh.pp))
     for memory in ranks:
         assert tuple(memory.parts) == PARTS
         assert all(n >= 0 for n in memory.parts.values()), memory
         assert memory.total == sum(memory.parts.values()) > 0
-        assert (memory.host > 0) == ({setting.offload_optimizer, setting.offload_param} != {"none"})
-        assert (memory.nvme > 0) == (setting.offload_optimizer == "nvme")
+        assert (memory.host > 0) == (setting.state.offload != "none")
+        assert (memory.nvme > 0) == (setting.state.offload_optimizer == "nvme")
         assert (memory.parts["margin"] > 0) == (machine is not None)
         assert memory == peak_of(setting, memory.pp_coord, machine)
     assert fullest(setting, machine).total == max(memory.total for memory in ranks)
@@ -157,10 +158,10 @@ def test_parts_sum_to_the_whole(setting, machine):
 @given(settings(), machines, st.sampled_from([2, 4]))
 def test_more_shards_never_take_more(setting, machine, times):
     # One data-parallel rank gathers nothing and shares no parameter with another.
-    assume(setting.dp > 1)
+    assume(setting.mesh.dp > 1)
     for few, more in zip(
         per_rank(setting, machine),
-        per_rank(setting.but(dp=times * setting.dp), machine),
+        per_rank(changed(setting, dp=times * setting.mesh.dp), machine),
         strict=True,
     ):
         assert more.total <= few.total and more.host <= few.host
@@ -170,9 +171,9 @@ def test_more_shards_never_take_more(setting, machine, times):
 @given(settings(), machines)
 def test_smaller_micro_batch_never_takes_more(setting, machine):
     """But where the larger one's logits are so many that they come in parts, which keeps none."""
-    larger = setting.but(shape=Shape(2 * setting.shape.batch, setting.shape.seq))
-    vocab = -(-setting.layers[-1].cost.vocab // setting.tp)
-    assume(len({num_chunks(s.shape.tokens, vocab) > 1 for s in (setting, larger)}) == 1)
+    larger = changed(setting, micro_batch=2 * setting.flow.micro_batch)
+    vocab = -(-setting.workload.layers[-1].cost.vocab // setting.mesh.tp)
+    assume(len({num_chunks(shape_of(s).tokens, vocab) > 1 for s in (setting, larger)}) == 1)
     for small, large in zip(per_rank(setting, machine), per_rank(larger, machine), strict=True):
         assert small.total <= large.total
 
@@ -185,8 +186,10 @@ def test_more_recomputation_never_takes_more(setting, machine):
     With a single microbatch in flight "full" holds what it computes again, as "none" does what it
     kept; "selective" has let go of them (4 bytes a head and token) when the MLP goes backward.
     """
-    modes = [per_rank(setting.but(recompute=mode), machine) for mode in (FULL, SELECTIVE, NONE)]
-    statistics = 4 * 8 * setting.shape.tokens * (1.2 if machine else 1)
+    modes = [
+        per_rank(changed(setting, recompute=mode), machine) for mode in (FULL, SELECTIVE, NONE)
+    ]
+    statistics = 4 * 8 * shape_of(setting).tokens * (1.2 if machine else 1)
     for full, selective, none in zip(*modes, strict=True):
         assert selective.total <= none.total and full.total <= none.total
         assert full.total <= selective.total + statistics
@@ -207,7 +210,7 @@ def test_zero3_never_takes_more_than_zero1(dp, m, order, machine, precision, rec
     """Where it gathers no further ahead than it must, and a stage is many modules."""
     schedule, stages_per_rank = order
     layers = gpt_of_many_modules()
-    setting = Setting(
+    setting = new_setting(
         layers,
         512,
         Shape(2, 256),
@@ -224,7 +227,7 @@ def test_zero3_never_takes_more_than_zero1(dp, m, order, machine, precision, rec
         buffers=fitted(512 // tp),
     )
     for one, three in zip(
-        per_rank(setting.but(zero_stage=1), machine), per_rank(setting, machine), strict=True
+        per_rank(changed(setting, zero_stage=1), machine), per_rank(setting, machine), strict=True
     ):
         assert three.total <= one.total
 
@@ -237,7 +240,7 @@ def gpt_of_many_modules():
 def test_case_in_which_zero3_takes_more_than_zero1():
     """A stage smaller than stage3_max_live_parameters is whole twice as it is fetched ahead."""
     layers = MODELS[256, 6, True]
-    small = Setting(
+    small = new_setting(
         layers,
         256,
         Shape(1, 128),
@@ -247,10 +250,10 @@ def test_case_in_which_zero3_takes_more_than_zero1():
         reduces_once=False,
         buffers=ZeroConfig(stage=0, reduce_bucket_size=2**16),
     )
-    assert fullest(small).total > fullest(small.but(zero_stage=1)).total
-    assert fullest(small).parts["gathered"] >= 2 * small.num_params
-    near = small.but(buffers=fitted(256))
-    assert fullest(near).total < fullest(near.but(zero_stage=1)).total
+    assert fullest(small).total > fullest(changed(small, zero_stage=1)).total
+    assert fullest(small).parts["gathered"] >= 2 * small.workload.num_params
+    near = changed(small, buffers=fitted(256))
+    assert fullest(near).total < fullest(changed(near, zero_stage=1)).total
 
 
 @pytest.mark.parametrize(
@@ -289,9 +292,10 @@ def test_in_flight_equals_that_of_the_program(name, ranks, microbatches):
 @few
 @given(settings())
 def test_stages_equal_those_of_training(setting):
-    costs = [float(layer.cost(setting.shape).forward_flops) for layer in setting.layers]
-    num_stages = setting.pp * setting.stages_per_rank
-    cuts = stages_of(model_of(setting.layers), num_stages, setting.shape.seq)
+    shape = shape_of(setting)
+    costs = [float(layer.cost(shape).forward_flops) for layer in setting.workload.layers]
+    num_stages = setting.mesh.pp * setting.order.stages_per_rank
+    cuts = stages_of(model_of(setting.workload.layers), num_stages, setting.workload.seq)
     assert cuts == partition(costs, num_stages)
     assert len(saved_bytes(setting)) == num_stages
 
@@ -299,11 +303,11 @@ def test_stages_equal_those_of_training(setting):
 def test_model_states_equal_those_of_the_zero_paper():
     """arXiv:1910.02054, section 3.1 and figure 1, in bytes a parameter, with fp32 gradients."""
     layers = MODELS[1024, 14, True]
-    base = Setting(layers, 1024, Shape(1, 128), 1, dp=64, schedule="one_f_one_b")
-    n = base.num_params
+    base = new_setting(layers, 1024, Shape(1, 128), 1, dp=64, schedule="one_f_one_b")
+    n = base.workload.num_params
     expected = {0: (2, 12), 1: (2, 12 / 64), 2: (2, 12 / 64), 3: (2 / 64, 12 / 64)}
     for stage, (weights, optimizer) in expected.items():
-        parts = fullest(base.but(zero_stage=stage)).parts
+        parts = fullest(changed(base, zero_stage=stage)).parts
         assert parts["weights"] == pytest.approx(weights * n, rel=1e-3)
         assert parts["optimizer"] == pytest.approx(optimizer * n, rel=1e-3)
 
@@ -312,13 +316,13 @@ def test_tied_weight_counts_once_on_each_rank_that_holds_it():
     layers = MODELS[256, 6, True]
     copy = 32_000 * 256
     one, two = (
-        Setting(layers, 256, Shape(1, 128), 4, pp=pp, zero_stage=0, precision="bf16")
+        new_setting(layers, 256, Shape(1, 128), 4, pp=pp, zero_stage=0, precision="bf16")
         for pp in (1, 2)
     )
     whole = sum(memory.parts["weights"] for memory in per_rank(one))
     split = sum(memory.parts["weights"] for memory in per_rank(two))
-    assert whole == 2 * one.num_params
-    assert split == 2 * (two.num_params + copy)
+    assert whole == 2 * one.workload.num_params
+    assert split == 2 * (two.workload.num_params + copy)
 
 
 def power_of_two(num_bytes):
@@ -328,7 +332,7 @@ def power_of_two(num_bytes):
 @pytest.mark.parametrize(("zero", "group"), [(3, 10**9), (3, 5_000_000), (2, 10**9)])
 def test_page_locked_memory_comes_in_powers_of_two(zero, group):
     """Of what is on the host: gradients, what is on its way, at ZeRO-2 the masters."""
-    setting = Setting(
+    setting = new_setting(
         MODELS[2048, 31, False],
         2048,
         Shape(1, 1024),
@@ -339,7 +343,7 @@ def test_page_locked_memory_comes_in_powers_of_two(zero, group):
         offload_optimizer="cpu",
         buffers=ZeroConfig(stage=0, sub_group_size=group),
     )
-    share = ceil(setting.num_params / 32)
+    share = ceil(setting.workload.num_params / 32)
     largest = 32_000 * 2048
     if zero == 3:
         full, rest = divmod(share, group)
@@ -357,9 +361,9 @@ def test_page_locked_memory_comes_in_powers_of_two(zero, group):
 def test_full_recomputation_saves_nothing_with_split_backwards():
     """What W needs of a linear layer is its input, and the gradient of what it gave."""
     layers = gpt(64, 6, vocab_size=256, seq=64)
-    base = Setting(layers, 64, Shape(32, 64), 4, pp=2, schedule="zero_bubble", zero_stage=1)
-    split = base.but(recompute=FULL)
-    ordinary = base.but(schedule="gpipe", recompute=FULL)
+    base = new_setting(layers, 64, Shape(32, 64), 4, pp=2, schedule="zero_bubble", zero_stage=1)
+    split = changed(base, recompute=FULL)
+    ordinary = changed(base, schedule="gpipe", recompute=FULL)
     assert saved_bytes(split) == saved_bytes(base)
     for held, kept in zip(saved_bytes(split), saved_bytes(ordinary), strict=True):
         assert held > 5 * kept

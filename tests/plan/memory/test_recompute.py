@@ -7,8 +7,7 @@ from parallel3d.model import recompute
 from parallel3d.model.spec import Shape
 from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import saved_bytes
-from parallel3d.plan.setting import Setting
-from tests.plan.settings import GPT
+from tests.plan.settings import GPT, changed, new_setting
 
 pytestmark = pytest.mark.pure
 
@@ -16,9 +15,9 @@ pytestmark = pytest.mark.pure
 def test_full_recomputation_covers_the_first_layers_of_each_stage():
     """Each layer in full recomputation saves the same bytes, up to all that a stage has."""
     layers = tuple(models.layers(GPT))
-    setting = Setting(layers, GPT.hidden_size, Shape(1, 1024), 8, pp=2, stages_per_rank=1)
+    setting = new_setting(layers, GPT.hidden_size, Shape(1, 1024), 8, pp=2, stages_per_rank=1)
     ways = [recompute.Recompute(full_layers=number) for number in range(11)]
-    by_way = [saved_bytes(setting.but(recompute=way)) for way in ways]
+    by_way = [saved_bytes(changed(setting, recompute=way)) for way in ways]
     block = layers[1]
     shape = Shape(1, 1024)
     in_full = block.cost(shape, recompute=recompute.FULL)
@@ -28,7 +27,7 @@ def test_full_recomputation_covers_the_first_layers_of_each_stage():
     for stage, num_blocks in enumerate(sizes):
         for number, saved in enumerate(by_way):
             assert by_way[0][stage] - saved[stage] == freed * min(number, num_blocks)
-    assert by_way[-1] == saved_bytes(setting.but(recompute=recompute.FULL))
+    assert by_way[-1] == saved_bytes(changed(setting, recompute=recompute.FULL))
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ from parallel3d.config import RunConfig, hardware
 from parallel3d.plan.layers.placement import model_of
 from parallel3d.plan.layers.weight_counts import weights_of_kind
 from parallel3d.plan.memory.peak import fullest
+from parallel3d.plan.search import candidates
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.time.network import RankGroup, all_to_all_seconds
 from parallel3d.plan.time.operators import curves_for
 from parallel3d.plan.time.step import step_time
+from tests.plan.settings import changed
 
 pytestmark = pytest.mark.pure
 
@@ -59,10 +61,12 @@ def test_ep_is_proposed_if_it_pays(config):
     """ZeRO-3 gathers all experts for each token's eight, unless their owners compute them."""
     proposed = row(config, zero_stage=3).plans[0]
     alone = row(config, zero_stage=3, ep=1).plans
-    assert proposed.setting.ep > 1
+    assert proposed.setting.flow.ep > 1
     assert not alone or alone[0].time.seconds > proposed.time.seconds
     dense = RunConfig.from_json("llama-8b.json", [])
-    assert request_of(dense, H100, 64).base.ep == 1
+    request = request_of(dense, H100, 64)
+    for mesh in candidates.meshes(request):
+        assert all(flow.ep == 1 for flow in candidates.flows(request, mesh))
 
 
 def test_rows_computed_for_a_token(config):
@@ -72,7 +76,7 @@ def test_rows_computed_for_a_token(config):
 
 def test_busiest_owner_takes_longer(config):
     """Its experts' products and exchanges grow with the load; what is not theirs does not."""
-    even = row(config, zero_stage=1, ep=8).plans[0].setting.but(ep_imbalance=1.0)
-    busy = even.but(ep_imbalance=2.0)
+    even = changed(row(config, zero_stage=1, ep=8).plans[0].setting, ep_imbalance=1.0)
+    busy = changed(even, ep_imbalance=2.0)
     assert 1.2 < step_time(busy, H100).seconds / step_time(even, H100).seconds < 2
     assert 1 < fullest(busy).total / fullest(even).total < 2

@@ -8,6 +8,7 @@ from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting, leaves_weights_open
+from tests.plan.settings import changed
 from tests.plan.toy_cluster import GIB, config, machine
 
 pytestmark = pytest.mark.pure
@@ -32,7 +33,7 @@ def resolved(zero=3, offload="none", **pipeline):
 
 
 def needs(given, way):
-    setting = Setting.from_config(given).but(weights=way)
+    setting = changed(Setting.from_config(given), weights=way)
     return fullest(setting, machine()).total
 
 
@@ -79,7 +80,7 @@ def test_fastest_weights_that_fit_the_host_are_chosen_on_cpus(optimizer):
     given = type(config()).from_dict(raw).resolve(8)
     setting = Setting.from_config(given)
     step, passes = (
-        max(memory.total + memory.host for memory in per_rank(setting.but(weights=way)))
+        max(memory.total + memory.host for memory in per_rank(changed(setting, weights=way)))
         for way in ("per_step", "per_pass")
     )
     assert (fullest(setting).host > 0) == (optimizer == "cpu")
@@ -90,7 +91,7 @@ def test_fastest_weights_that_fit_the_host_are_chosen_on_cpus(optimizer):
 
 def test_least_memory_is_chosen_without_a_machine():
     weights, note = weights_for(Setting.from_config(resolved()), None)
-    assert weights == "per_microbatch" == Setting.from_config(resolved()).weights
+    assert weights == "per_microbatch" == Setting.from_config(resolved()).state.weights
     assert "is not known" in note
 
 
@@ -120,5 +121,5 @@ def test_search_chooses_weights_that_fit():
 
     roomy = first(80 * GIB)
     for way in ("per_step", "per_pass", "per_microbatch"):
-        total = fullest(roomy.but(weights=way), machine()).total
-        assert first(total) == roomy.but(weights=way)
+        total = fullest(changed(roomy, weights=way), machine()).total
+        assert first(total).choices == changed(roomy, weights=way).choices

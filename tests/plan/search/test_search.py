@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig, hardware
 from parallel3d.model.recompute import FULL, NONE, SELECTIVE, Recompute, parse
 from parallel3d.plan.layers.placement import blocks_in_stages
@@ -14,11 +15,13 @@ from parallel3d.plan.memory.peak import least_in_flight, least_on_first, peak_of
 from parallel3d.plan.report.plan_rows import apply, checkpoint_bytes, choose
 from parallel3d.plan.search import best_first, candidates
 from parallel3d.plan.search.best_first import _Search, search
-from parallel3d.plan.search.candidates import choices_of, setting_of
+from parallel3d.plan.search.candidates import setting_of
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import evaluate, reason_of, smallest_change, worst
+from parallel3d.plan.setting import Flow, Setting
 from parallel3d.plan.time.step import lower_bound, step_time
 from parallel3d.schedule.schedules import names, splits_backward
+from tests.plan.settings import changed
 from tests.plan.toy_cluster import GIB, config, machine
 
 pytestmark = pytest.mark.pure
@@ -50,9 +53,9 @@ def best_of_each_mesh(request, rows):
             if fits(worst(setting, request.hardware), request.hardware):
                 if flow.recompute == FULL:  # in as few layers as fit
                     for count in range(1, max(blocks_in_stages(setting))):
-                        fewer = setting.but(recompute=Recompute(full_layers=count))
+                        fewer = changed(setting, recompute=Recompute(full_layers=count))
                         if fits(worst(fewer, request.hardware), request.hardware):
-                            flow = flow._replace(recompute=fewer.recompute)
+                            flow = fewer.flow
                             break
                 fitting.append((flow, order, kept))
                 break
@@ -92,10 +95,10 @@ def test_rows_equal_those_of_an_exhaustive_search(devices, batch, layers, memory
     assert [plan.time.seconds for plan in ranking.plans] == pytest.approx(
         [seconds for _, seconds in expected], rel=1e-8
     )
-    meshes = [choices_of(plan.setting)[0].mesh for plan in ranking.plans]
+    meshes = [plan.setting.mesh for plan in ranking.plans]
     assert meshes == [mesh for mesh, _ in expected]
     if cores:  # the host's Adam may be the faster one, so that offload is looked at
-        assert ranking.plans[0].setting.offload_optimizer == "cpu"
+        assert ranking.plans[0].setting.state.offload_optimizer == "cpu"
     else:
         assert len(simulated) < 0.5 * sum(1 for _ in everything(request))
 
@@ -105,7 +108,7 @@ def test_cp_is_searched_for_long_samples(monkeypatch):
     monkeypatch.setattr(candidates, "LEAST_TOKENS", config().data.sequence_length // 4)
     request = request_of(config(4, 6), machine(0.5 * GIB), 4)
     assert {mesh.cp for mesh in candidates.meshes(request)} == {1, 2, 4}
-    pairs = [(choices_of(p.setting)[0].mesh, p.time.seconds) for p in search(request, 9, 1).plans]
+    pairs = [(p.setting.mesh, p.time.seconds) for p in search(request, 9, 1).plans]
     expected = best_of_each_mesh(request, 9)
     assert [mesh for mesh, _ in pairs] == [mesh for mesh, _ in expected]
     assert [s for _, s in pairs] == pytest.approx([s for _, s in expected], rel=1e-8)
@@ -137,7 +140,7 @@ def test_bounds_never_exceed_the_values(monkeypatch):
         longer += floor > floors[flow]
         first = peak_of(setting, 0, request.hardware)
         assert_bounded(setting, request.hardware, first, 0.3)
-        assert choices_of(setting) == (flow, order, state)
+        assert setting.choices == (flow, order, state)
     assert longer
 
 
@@ -169,8 +172,8 @@ def test_search_is_deterministic_and_prefers_simple_plans():
     rows = search(request, per_mesh=3).plans
     times = [float(f"{plan.time.seconds:.9g}") for plan in rows]
     assert times == sorted(times)
-    assert len({choices_of(plan.setting) for plan in rows}) == len(rows)
-    assert all(plan.fits and plan.setting.devices == 4 for plan in rows)
+    assert len({plan.setting.choices for plan in rows}) == len(rows)
+    assert all(plan.fits and plan.setting.mesh.ranks == 4 for plan in rows)
     one_each = search(request, per_mesh=1).plans
     assert len(one_each) == sum(1 for _ in candidates.meshes(request)) > 5
 
@@ -192,7 +195,7 @@ def test_fixed_settings_are_kept():
         row = plan.to_json()
         assert {name: row[name] for name in fixed} == fixed
     whole = search(request_of(config(), machine(), 8, {"pp": 2, "tp": 2, "dp": 2}), rows=5)
-    assert len(whole.plans) == 5 and len({choices_of(p.setting)[0].mesh for p in whole.plans}) == 1
+    assert len(whole.plans) == 5 and len({p.setting.mesh for p in whole.plans}) == 1
 
 
 @pytest.mark.parametrize(
@@ -230,16 +233,16 @@ def test_tensor_parallelism_stays_inside_a_node_unless_nothing_else_fits():
     fixed = {"pp": 1, "zero_stage": 0, "recompute": "full"}
     roomy = request_of(config(batch=4), machine(per_node=2), 4, fixed)
     rows = search(roomy).plans
-    assert {plan.setting.tp for plan in rows} == {1, 2}
+    assert {plan.setting.mesh.tp for plan in rows} == {1, 2}
     assert {
-        p.setting.tp
+        p.setting.mesh.tp
         for p in search(request_of(config(batch=4), machine(per_node=4), 4, fixed)).plans
     } == {1, 2, 4}
     # Room for what tp 4 needs, and no more.
     only = request_of(config(batch=4), machine(per_node=2), 4, fixed | {"tp": 4})
     least = min(plan.memory.total for plan in search(only).plans)
     tight = request_of(config(batch=4), machine(least, host_memory=0.0, per_node=2), 4, fixed)
-    assert {plan.setting.tp for plan in search(tight).plans} == {4}
+    assert {plan.setting.mesh.tp for plan in search(tight).plans} == {4}
 
 
 def test_faster_plans_that_do_not_fit_name_a_change():
@@ -282,7 +285,7 @@ def test_chosen_config_is_the_first_row():
     assert any('"plan" for 8 x toy' in note for note in chosen.notes)
     # The same Setting as the engine will be planned with.
     assert apply(wanted, plan).to_dict() == chosen.to_dict()
-    assert checkpoint_bytes(plan.setting) >= 12 * plan.setting.num_params
+    assert checkpoint_bytes(plan.setting) >= 12 * plan.setting.workload.num_params
 
 
 def test_other_settings_of_the_config_are_kept():
@@ -291,8 +294,8 @@ def test_other_settings_of_the_config_are_kept():
     raw["parallel3d"]["plan"] = {"fix": ["zero_stage", "recompute", "gradient_reduction"]}
     raw["parallel3d"]["pipeline"]["activation_checkpointing"] = "selective"
     chosen, plan = choose(RunConfig.from_dict(raw), 8, machine())
-    assert chosen.zero_optimization.stage == 3 and plan.setting.recompute == SELECTIVE
-    assert plan.setting.reduces_once  # "auto" means that at ZeRO-3
+    assert chosen.zero_optimization.stage == 3 and plan.setting.flow.recompute == SELECTIVE
+    assert plan.setting.state.reduces_once  # "auto" means that at ZeRO-3
 
 
 def test_fixed_weights_stay_gathered_as_the_config_says():
@@ -301,10 +304,10 @@ def test_fixed_weights_stay_gathered_as_the_config_says():
     raw["parallel3d"]["plan"] = {"fix": ["zero_stage", "weights"]}
     raw["parallel3d"]["pipeline"]["weights"] = "per_microbatch"
     kept, plan = choose(RunConfig.from_dict(raw), 4, machine())
-    assert plan.setting.weights == kept.pipeline.weights == "per_microbatch"
+    assert plan.setting.state.weights == kept.pipeline.weights == "per_microbatch"
     raw["parallel3d"]["pipeline"]["weights"] = "auto"
     free, plan = choose(RunConfig.from_dict(raw), 4, machine())
-    assert plan.setting.weights == free.pipeline.weights == "per_step"
+    assert plan.setting.state.weights == free.pipeline.weights == "per_step"
 
 
 def test_parts_sum_and_flops_agree():
@@ -329,10 +332,10 @@ def test_parts_sum_and_flops_agree():
     assert request.flops.full == pytest.approx(full)
     assert request.flops.causal == pytest.approx(full - tokens * 6 * layers * seq * h)
     again = tokens * (24 * layers * h * h + 4 * layers * seq * h)
-    setting = request.base.but(pp=2)  # stages of 3 blocks
+    setting = Setting(request.workload, 16, Flow(MeshSizes(pp=2)))  # stages of 3 blocks
     first = tokens * 8 * layers * h * h  # an MLP's first product
     for mode, added in {"none": 0, "full": again, "full:2": again * 2 / 3, "mlp": first}.items():
-        plan = evaluate(request, setting.but(recompute=parse(mode)))
+        plan = evaluate(request, changed(setting, recompute=parse(mode)))
         assert plan.recomputed_flops == pytest.approx(added), mode
 
 
@@ -386,7 +389,7 @@ def test_first_rows_agree_with_published_meshes(name, sizes, batch, devices, mes
     wanted = RunConfig.from_json(f"{name}.json", words)
     row = search(request_of(wanted, hardware.load("h100"), devices), rows=1).plans[0].setting
     assert row.mesh == mesh
-    assert row.offload_optimizer == row.offload_param == "none"
+    assert row.state.offload == "none"
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -417,6 +420,6 @@ def test_search_of_a_trillion_parameters_on_3072_devices():
     ranking = search(request_of(wanted, hardware.load("a100-80gb"), 3072))
     assert time.process_time() - start < 40
     assert len(ranking.plans) == 20 and all(plan.fits for plan in ranking.plans)
-    assert all(plan.setting.devices == 3072 for plan in ranking.rows)
+    assert all(plan.setting.mesh.ranks == 3072 for plan in ranking.rows)
     # Its authors took tp 8 and pp 64 (arXiv:2205.05198, table 3).
-    assert any((p.setting.pp, p.setting.tp) == (64, 8) for p in ranking.plans[:5])
+    assert any((p.setting.mesh.pp, p.setting.mesh.tp) == (64, 8) for p in ranking.plans[:5])

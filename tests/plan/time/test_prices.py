@@ -14,7 +14,7 @@ from parallel3d.model.spec import Attention, MatMul, Shape
 from parallel3d.plan.layers.placement import stage_classes_of
 from parallel3d.plan.layers.weight_counts import WeightSizes
 from parallel3d.plan.memory.states import states
-from parallel3d.plan.setting import Setting, Software, layers_of
+from parallel3d.plan.setting import Setting, Software, Workload, layers_of
 from parallel3d.plan.time.network import collective_seconds, crosses, group_of, send_seconds
 from parallel3d.plan.time.operators import (
     Curves,
@@ -26,7 +26,7 @@ from parallel3d.plan.time.operators import (
 from parallel3d.plan.time.sharding import Sharding, transfers_of
 from parallel3d.plan.time.step import costs_of, step_time
 from parallel3d.schedule.schedule import Action, Op
-from tests.plan.settings import A100, GPT, IDEAL, link
+from tests.plan.settings import A100, GPT, IDEAL, changed, link, new_setting, shape_of
 from tests.plan.toy_cluster import config
 
 pytestmark = pytest.mark.pure
@@ -124,38 +124,39 @@ def test_groups_are_placed_on_nodes_like_the_mesh() -> None:
 
 
 def test_missing_figures_of_hardware_are_named() -> None:
-    setting = Setting(layers_of(GPT), 1024, Shape(1, 1024), 4, dp=16)
+    setting = new_setting(layers_of(GPT), 1024, Shape(1, 1024), 4, dp=16)
     bare = A100.model_copy(update={"network": None, "host": None})
-    step_time(setting.but(dp=8), bare)
+    step_time(changed(setting, dp=8), bare)
     with pytest.raises(ConfigError, match=r"network is not known; add .*plan for fewer devices"):
         step_time(setting, bare)
     with pytest.raises(ConfigError, match=r"host is not known; add .* or without offload"):
-        step_time(setting.but(dp=8, offload_optimizer="cpu"), bare)
+        step_time(changed(setting, dp=8, offload_optimizer="cpu"), bare)
     with pytest.raises(ConfigError, match="no FLOP/s is known for fp8; use one of bf16, or add"):
-        step_time(setting.but(dp=8, precision="fp8"), bare)
+        step_time(changed(setting, dp=8, precision="fp8"), bare)
     with pytest.raises(ConfigError, match="schedule 'gpipe': stages_per_rank=2"):
-        step_time(setting.but(dp=8, stages_per_rank=2), A100)
+        step_time(changed(setting, dp=8, stages_per_rank=2), A100)
 
 
 def test_zero_and_offload_cost_the_bytes_they_move() -> None:
-    base = Setting(layers_of(GPT), 1024, Shape(2, 1024), 8, dp=64, reduces_once=True)
-    parts = {z: step_time(base.but(zero_stage=z), A100).parts for z in range(4)}
+    base = new_setting(layers_of(GPT), 1024, Shape(2, 1024), 8, dp=64, reduces_once=True)
+    parts = {z: step_time(changed(base, zero_stage=z), A100).parts for z in range(4)}
     # An all-reduce is a reduce-scatter and a gather; ZeRO-3 gathers twice for each microbatch.
     assert 0.5 * parts[0]["data"] < parts[1]["data"] < parts[0]["data"]
     assert parts[3]["data"] > 5 * parts[1]["data"]
     assert parts[0]["optimizer"] > 1.5 * parts[1]["optimizer"]  # updates it all
     assert parts[2]["data"] == parts[1]["data"]  # both gather the new weights
-    each = step_time(base.but(reduces_once=False), A100).parts["data"]
+    each = step_time(changed(base, reduces_once=False), A100).parts["data"]
     assert each > 1.3 * parts[3]["data"]
-    cpu = step_time(base.but(offload_optimizer="cpu"), A100).parts
-    nvme = step_time(base.but(offload_optimizer="nvme"), A100).parts
+    cpu = step_time(changed(base, offload_optimizer="cpu"), A100).parts
+    nvme = step_time(changed(base, offload_optimizer="nvme"), A100).parts
     assert parts[3]["offload"] == 0 < cpu["offload"] < nvme["offload"]
-    both = step_time(base.but(offload_optimizer="cpu", offload_param="cpu"), A100).parts
+    both = step_time(changed(base, offload_optimizer="cpu", offload_param="cpu"), A100).parts
     assert both["offload"] > 2 * cpu["offload"]
-    disk = step_time(base.but(offload_optimizer="cpu", offload_param="nvme"), A100).parts
+    disk = step_time(changed(base, offload_optimizer="cpu", offload_param="nvme"), A100).parts
     assert disk["offload"] > 1.5 * both["offload"]
     overlapped = Software(overlaps_gather=True, overlaps_reduction=True)
-    assert step_time(base.but(software=overlapped), A100).parts["data"] < 0.9 * parts[3]["data"]
+    hidden = step_time(changed(base, software=overlapped), A100).parts
+    assert hidden["data"] < 0.9 * parts[3]["data"]
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -168,7 +169,7 @@ def test_gradients_reduced_in_bf16_move_half_the_bytes(stage) -> None:
     for kind in (None, "bf16"):
         given = type(config()).from_dict(raw | {"communication_data_type": kind}).resolve(8)
         setting = Setting.from_config(given)
-        machine = machine_of(A100, setting.software, Curves())
+        machine = machine_of(A100, setting.workload.software, Curves())
         stages, coords = transfers_of(stage_classes_of(setting), Sharding.of(setting), machine)
         seconds.append([c.reduce_seconds for c in (*stages, *coords)])
         buckets.append(
@@ -187,9 +188,9 @@ def test_hierarchical_zero_gathers_inside_a_node_and_reduces_shards_between_node
     curves = replace(curves, **{n: 0.0 for n in vars(curves) if n.startswith("overhead")})
     machine = A100.model_copy(update={"link": link(3e11, 3e-6), "network": link(25e9, 1e-5)})
     moves = partial(collective_seconds, hardware=machine, curves=curves)
-    base = Setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 1, dp=16, zero_stage=3)
-    whole = base.buffers.model_copy(update={"stage3_param_persistence_threshold": 0})
-    base = base.but(buffers=whole)
+    base = new_setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 1, dp=16, zero_stage=3)
+    whole = base.workload.buffers.model_copy(update={"stage3_param_persistence_threshold": 0})
+    base = changed(base, buffers=whole)
     own = {f.name: getattr(base, f.name) for f in fields(Setting)}
     for shards, inside in ((8, 8), (0, 16)):
         setting = PublishedSetting(**own, sharding_ranks=shards)
@@ -198,7 +199,7 @@ def test_hierarchical_zero_gathers_inside_a_node_and_reduces_shards_between_node
         ((stage,), (once,)) = transfers_of(
             layout, Sharding.of(setting), machine_of(machine, Software(), curves)
         )
-        sizes = [layer.num_params for layer in setting.layers]
+        sizes = [layer.num_params for layer in setting.workload.layers]
         gathers = sum(moves("all_gather", 2 * size, inside, 8) for size in sizes if size)
         assert stage.gather_seconds == pytest.approx(gathers)
         total = 4 * sum(sizes)
@@ -210,9 +211,9 @@ def test_hierarchical_zero_gathers_inside_a_node_and_reduces_shards_between_node
 
 def test_buckets_wait_once_each() -> None:
     """DDP's many small reductions between 64 nodes, and one of all gradients."""
-    setting = Setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 1, dp=512, zero_stage=1)
+    setting = new_setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 1, dp=512, zero_stage=1)
     layout = stage_classes_of(setting)
-    params = setting.num_params
+    params = setting.workload.num_params
 
     def reduction(bucket: float) -> float:
         machine = machine_of(A100, Software(bucket=bucket), Curves())
@@ -241,7 +242,7 @@ def test_class_of_a_program_sets_the_rate_of_its_products() -> None:
     measured = A100.model_copy(update={"kernels": {"eager": Figure(value=0.5, source="measured")}})
     eager = work_seconds(work, "bf16", measured, curves, Software())
     assert eager.matmuls == pytest.approx(times["tuned"].matmuls / 0.5)
-    own = {name: Setting.from_config(compiled(name)).software.kernels for name in ("none", "block")}
+    own = {name: Workload.of(compiled(name)).software.kernels for name in ("none", "block")}
     assert own == {"none": "eager", "block": "compiled"}
 
 
@@ -255,7 +256,7 @@ def compiled(mode: str) -> RunConfig:
 
 def test_overlap_of_host_and_device_depends_on_their_difference() -> None:
     """(host^p + device^p)^(1/p): 1 adds, infinity takes the longer."""
-    setting = Setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 1, zero_stage=0)
+    setting = new_setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 1, zero_stage=0)
     ideal = replace(Curves(), **{n: 0.0 for n in vars(Curves()) if n.startswith("overhead")})
     host = replace(ideal, overhead_per_layer=1e-3)
 
@@ -280,8 +281,8 @@ def test_one_tp_th_of_an_activation_crosses_nodes(tp, scatters, sequence_paralle
         "mesh": {"pp": 2, "dp": 8 // tp, "tp": tp, "sequence_parallel": sequence_parallel},
     }
     setting = Setting.from_config(type(config()).from_dict(raw).resolve(16))
-    setting = setting.but(software=replace(setting.software, scatters_sends=scatters))
-    whole = setting.shape.tokens * 2048 * 2  # bytes in bf16
+    setting = changed(setting, software=replace(setting.workload.software, scatters_sends=scatters))
+    whole = shape_of(setting).tokens * 2048 * 2  # bytes in bf16
     cut = tp if scatters or sequence_parallel else 1
     gathered = whole * (tp - 1) / tp / 3e11 if scatters and not sequence_parallel else 0.0
     curves = replace(IDEAL, link=1.0, network=1.0)
@@ -293,8 +294,8 @@ def test_one_tp_th_of_an_activation_crosses_nodes(tp, scatters, sequence_paralle
 def test_parameters_too_small_to_shard_cost_this_engine_time() -> None:
     """DeepSpeed's hooks handle them, too: 0.70 s a step for 0.84 with none that small."""
     curves = replace(Curves(), overhead_per_gather=1e-3)
-    zero3 = Setting(layers_of(GPT), 1024, Shape(1, 1024), 4, dp=2, zero_stage=3)
-    others = zero3.but(software=Software(handles_small=False))
+    zero3 = new_setting(layers_of(GPT), 1024, Shape(1, 1024), 4, dp=2, zero_stage=3)
+    others = changed(zero3, software=Software(handles_small=False))
     mine, other = (step_time(s, A100, curves).seconds for s in (zero3, others))
-    small = sum(p.numel <= 100_000 for layer in zero3.layers for p in layer.params)
+    small = sum(p.numel <= 100_000 for layer in zero3.workload.layers for p in layer.params)
     assert mine - other == pytest.approx(2 * 4 * small * 1e-3, rel=1e-6)

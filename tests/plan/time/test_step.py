@@ -19,7 +19,17 @@ from parallel3d.plan.time.operators import curves_for, machine_of
 from parallel3d.plan.time.step import TIMES, lower_bound, step_spans, step_time
 from parallel3d.schedule.schedule import Action, Op, bubble, sequence, simulate
 from parallel3d.schedule.schedules import load, make_schedule, names, why_not
-from tests.plan.settings import A100, GPT, IDEAL, any_setting, figure, link, products
+from tests.plan.settings import (
+    A100,
+    GPT,
+    IDEAL,
+    any_setting,
+    changed,
+    figure,
+    link,
+    new_setting,
+    products,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -34,7 +44,7 @@ def test_parts_sum_to_the_whole_and_exceed_the_bound(setting: Setting, name: str
     assert sum(time.parts.values()) == pytest.approx(time.seconds)
     assert min(time.parts.values()) >= 0 and time.parts["compute"] > 0
     assert lower_bound(setting, hardware.load(name)) <= time.seconds * (1 + 1e-9)
-    if setting.pp == 1:
+    if setting.mesh.pp == 1:
         assert time.parts["bubble"] == pytest.approx(0, abs=1e-9 * time.seconds)
     # What happens once a step comes on top of the list of actions.
     spans = step_spans(setting, hardware.load(name))
@@ -66,7 +76,7 @@ def faster(described: Hardware, what: str, times: float) -> Hardware:
 
 # The first rank waits between its last backwards, so that faster products shorten what a reduction
 # hides behind and not the list: 1.7 % more on twice the FLOP/s, as long as waits hid nothing.
-WAITS = Setting(
+WAITS = new_setting(
     layers=layers_of(GPT),
     hidden_size=GPT.hidden_size,
     shape=Shape(4, 1024),
@@ -108,7 +118,7 @@ def test_faster_hardware_never_makes_a_step_slower(
 
 def of_products(name: str, pp: int, count: int, per_rank: int, *sizes: int) -> Setting:
     """A setting of a schedule whose every stage is one product."""
-    return Setting(
+    return new_setting(
         products(pp * per_rank, *sizes),
         64,
         Shape(1, 64),
@@ -166,7 +176,7 @@ def test_bubble_of_equal_stages_is_that_of_the_schedule(
 
 
 def test_step_of_one_rank_is_three_forwards_per_microbatch() -> None:
-    setting = Setting(products(3, 1 << 12), 64, Shape(1, 64), 5, zero_stage=0)
+    setting = new_setting(products(3, 1 << 12), 64, Shape(1, 64), 5, zero_stage=0)
     rate = A100.matmul_flops["bf16"].value
     flops = 5 * 3 * 3 * 2 * 64 * 4096 * 64
     fast = A100.model_copy(update={"memory_bandwidth": figure(1e30)})
@@ -219,12 +229,14 @@ def test_planner_orders_computes_like_the_schedule(name: str) -> None:
 def test_longer_gathered_weights_never_take_longer(setting: Setting) -> None:
     """And never less than ZeRO-1 or 2 reducing as often. The search goes by both, of this engine,
     whose gathers hide behind nothing."""
-    setting = setting.but(zero_stage=3, offload_optimizer="none", software=Software())
+    setting = changed(setting, zero_stage=3, offload_optimizer="none", software=Software())
     seconds = [
-        step_time(setting.but(weights=weights), A100).seconds
+        step_time(changed(setting, weights=weights), A100).seconds
         for weights in ("per_step", "per_pass", "per_microbatch")
     ]
-    below = setting.but(zero_stage=1 if setting.reduces_once else 2, offload_param="none")
+    below = changed(
+        setting, zero_stage=1 if setting.state.reduces_once else 2, offload_param="none"
+    )
     seconds.insert(0, step_time(below, A100).seconds)
     for less, more in pairwise(seconds):
         assert less <= more * (1 + 1e-9)
@@ -232,7 +244,7 @@ def test_longer_gathered_weights_never_take_longer(setting: Setting) -> None:
 
 def test_later_gathers_are_hidden_by_the_stage_before() -> None:
     """What a device of its own does; on the program's own cores nothing hides."""
-    setting = Setting(
+    setting = new_setting(
         layers_of(GPT),
         GPT.hidden_size,
         Shape(4, 1024),
@@ -251,9 +263,9 @@ def test_later_gathers_are_hidden_by_the_stage_before() -> None:
 
     seen, half, hidden = (data(setting, slow, overlap) for overlap in (0.0, 0.5, 1.0))
     assert hidden <= half < 0.95 * seen
-    zero1 = setting.but(zero_stage=1)
+    zero1 = changed(setting, zero_stage=1)
     assert hidden >= data(zero1, slow, 1.0) * (1 - 1e-9)  # which the search goes by
-    once = setting.but(stages_per_rank=1, schedule="gpipe")
+    once = changed(setting, stages_per_rank=1, schedule="gpipe")
     assert data(once, slow, 1.0) == data(once, slow, 0.0)  # the first gather hides nowhere
     cores = Cores(count=figure(2), alone={})
     shared = slow.model_copy(update={"cores": cores})
@@ -261,16 +273,18 @@ def test_later_gathers_are_hidden_by_the_stage_before() -> None:
 
 
 def test_gather_costs_one_collective_per_layer() -> None:
-    setting = Setting(layers_of(GPT), GPT.hidden_size, Shape(1, 1024), 4, dp=8, weights="per_step")
+    setting = new_setting(
+        layers_of(GPT), GPT.hidden_size, Shape(1, 1024), 4, dp=8, weights="per_step"
+    )
     curves = curves_for(A100)
     more = replace(curves, overhead_per_gather=curves.overhead_per_gather + 1e-3)
     costly, usual = (step_time(setting, A100, c).seconds for c in (more, curves))
     # The head's weight is the embedding's, but it has a norm of its own.
-    assert costly - usual == pytest.approx(1e-3 * len(setting.layers), rel=1e-6)
+    assert costly - usual == pytest.approx(1e-3 * len(setting.workload.layers), rel=1e-6)
 
 
 def test_gathers_of_a_step_do_not_grow_with_its_microbatches() -> None:
-    few = Setting(
+    few = new_setting(
         layers_of(GPT),
         GPT.hidden_size,
         Shape(1, 1024),
@@ -282,7 +296,7 @@ def test_gathers_of_a_step_do_not_grow_with_its_microbatches() -> None:
     )
 
     def data(weights: str, count: int) -> float:
-        setting = few.but(weights=weights, num_microbatches=count)
+        setting = changed(few, weights=weights, num_microbatches=count)
         return step_time(setting, A100, replace(curves_for(A100), overlap=0.0)).parts["data"]
 
     gather = (data("per_microbatch", 16) - data("per_microbatch", 4)) / (2 * 12)
@@ -303,7 +317,7 @@ def test_attention_of_a_cp_rank_is_its_share(seq: int, window: int | None) -> No
 
     def seconds(cp: int) -> float:
         work = Work((), Attention(1, 8, 8, seq // cp, 64, window), 0, ())
-        share = RankShare.of(Setting((), 64, Shape(1, seq), 1, cp=cp))
+        share = RankShare.of(new_setting((), 64, Shape(1, seq), 1, cp=cp))
         return passes._priced(work, (), share, 8, machine, ()).compute
 
     assert 4 * seconds(4) == pytest.approx(seconds(1), rel=0.02)
