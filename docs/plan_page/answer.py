@@ -98,7 +98,7 @@ def why_not(mesh: str, best: Plan, request: Request, fix: list[str], out: Consol
     assert other is not None
     if not found.plans:
         out.print("Its smallest plan does not fit.\n", style="red")
-    elif other.setting == best.setting:
+    elif other.setting.choices == best.setting.choices:
         out.print("That mesh is the best one's.\n", style="green")
     else:
         ratio = 100 * (other.time.seconds / best.time.seconds - 1)
