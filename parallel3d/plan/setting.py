@@ -81,7 +81,7 @@ ENGINE = Software()
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """What a run trains, and how, on any mesh: the part of a setting that no search changes.
+    """The part of a setting that no search changes: the model, and how a program trains it.
 
     Caches have it in their keys: a request has one, which is compared by its identity.
 
@@ -226,7 +226,7 @@ class Setting:
 
     @property
     def choices(self) -> Choices:
-        """What a search varies."""
+        """The flow, order and state, which a search varies."""
         return self.flow, self.order, self.state
 
     @property
