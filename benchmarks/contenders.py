@@ -14,9 +14,11 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 from xxhash import xxh3_128
 
 from parallel3d import models
-from parallel3d.checkpoint import find
+from parallel3d.checkpoint.find import find_named
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import read_manifest, read_state
+from parallel3d.checkpoint.on_disk import DiskPlace
+from parallel3d.checkpoint.places import FoundCheckpoint
 from parallel3d.checkpoint.save import Saver
 from parallel3d.engine import Engine
 from parallel3d.extras.calibrate.steps import SmallRun
@@ -92,9 +94,8 @@ class Ours(Contender):
         self.stalls = asynchronous
         self._layers = layers
         self._hashed = hashed
-        self._saver = Saver(
-            engine, mesh, layers, folder=folder, asynchronous=asynchronous, say=print, hashed=hashed
-        )
+        disk = DiskPlace(mesh, folder, hashed=hashed)
+        self._saver = Saver(engine, mesh, layers, [disk], asynchronous=asynchronous, say=print)
 
     @property
     def loads(self) -> Mapping[str, Callable[[int], None]]:
@@ -113,8 +114,7 @@ class Ours(Contender):
         return time.perf_counter() - self._started
 
     def _load_verified(self, step: int) -> None:
-        found, _ = find.find(self.folder, step, self.mesh)
-        assert found is not None
+        found = find_named(self.folder, step, self.mesh)
         self._fill(found.folder, found.files, found.state)
 
     def _load(self, step: int) -> None:
@@ -123,7 +123,7 @@ class Ours(Contender):
         self._fill(folder, files, read_state(folder))
 
     def _fill(self, folder: Path, files: Sequence[str], state: Mapping[str, Any]) -> None:
-        found = find.FoundCheckpoint(folder, tuple(files), state)
+        found = FoundCheckpoint(folder, tuple(files), state)
         load(found, engine=self.engine, mesh=self.mesh, layers=self._layers)
 
 

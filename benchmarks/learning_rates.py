@@ -76,7 +76,8 @@ def train(rank: int, raw: dict[str, Any]) -> float:
     from parallel3d.mesh.nodes import find_nodes
     from parallel3d.train.assembly import assemble
     from parallel3d.train.observers import observed_trainer
-    from parallel3d.train.start import Start, open_corpus
+    from parallel3d.train.open_corpus import open_corpus
+    from parallel3d.train.start import Start
 
     config = RunConfig.from_dict(raw).resolve(1)
     mesh = Mesh()

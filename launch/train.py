@@ -12,6 +12,7 @@ from rich.console import Console
 
 from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
 from parallel3d.config import ResolvedConfig, RunConfig, help_text
+from parallel3d.launch import _guards as guards
 from parallel3d.launch import quick
 from parallel3d.train import ending
 from parallel3d.train.claim import Claim, check_restarts, claim, resolve_config
@@ -19,9 +20,6 @@ from parallel3d.train.ending import StopRequest, command_to_go_on, end_with, joi
 
 if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the folder are checked
     from parallel3d.mesh.mesh import Mesh
-    from parallel3d.train.assembly import Assembly
-    from parallel3d.train.observer import Observer
-    from parallel3d.train.start import Start
 
 
 def train(
@@ -42,26 +40,23 @@ def train(
     console = Console(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
-    start = find_start(config, mesh, claimed, console)
+    start = find_start(config, mesh, claimed, console, guards.open_places)
     config = start.config
-    checkpoint = start.config.parallel3d.checkpoint
     settings = EngineSettings.from_config(config)
     self_test(settings, mesh, console.print)
     parts = assemble(config, mesh, say=console.print, settings=settings)
     print_placement(console, config, parts)
     restore(start, mesh, parts)
     with closing(Output(start, mesh, console)) as output:
+        if mesh.rank == 0:
+            guards.leave_memory(start)
         saver = Saver(
             parts.engine,
             mesh,
             parts.layers,
-            folder=output.checkpoints,
-            keep=checkpoint.keep,
-            asynchronous=checkpoint.asynchronous,
+            start.places,
+            asynchronous=config.checkpoint.asynchronous,
             say=console.print,
-            tokenizer=start.tokenizer,
-            always=checkpoint.at,
-            memory=start.memory,
         )
         peak_name, peak_flops = peak(config, mesh)
         chosen = config.parallel3d.train.profile
@@ -77,7 +72,7 @@ def train(
             profiler=profiler,
             saver=saver,
             stop=stop,
-            guards=guards_of(start, mesh, parts),
+            guards=guards.observers_of(start, mesh, parts),
         ).run()
         output.finish(result, parts.engine)
     parts.engine.close()
@@ -86,16 +81,6 @@ def train(
     if as_json and mesh.rank == 0:
         print(json.dumps(summary.to_json()))
     return STOPPED if result.stopped else DONE
-
-
-def guards_of(start: "Start", mesh: "Mesh", parts: "Assembly") -> "list[Observer]":
-    """Return the observers that guard the run against faulty hardware, if it wants any."""
-    config = start.config
-    if not config.train.check_bits.recompute_every:
-        return []
-    from parallel3d.extras.guard.recomputation_check import RecomputationCheck
-
-    return [RecomputationCheck(config, mesh, parts, start.position)]
 
 
 def run(

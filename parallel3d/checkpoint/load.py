@@ -21,8 +21,8 @@ from torch import Tensor
 from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.chunk_runs import global_boxes
 from parallel3d.checkpoint.chunks import Box, Chunk, ChunkFile, tile
-from parallel3d.checkpoint.find import FoundCheckpoint
 from parallel3d.checkpoint.manifest import shapes_of
+from parallel3d.checkpoint.places import FoundCheckpoint
 from parallel3d.engine import Engine, HeldParameter, writing
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh

@@ -10,9 +10,10 @@ from rich.console import Console
 
 from parallel3d.base import reader
 from parallel3d.base.errors import CheckpointError, ConfigError
-from parallel3d.checkpoint import find
 from parallel3d.checkpoint.load import load_weights
 from parallel3d.checkpoint.manifest import STATE, TOKENIZER, read_state
+from parallel3d.checkpoint.on_disk import verify_on_all_ranks
+from parallel3d.checkpoint.places import FoundCheckpoint
 from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import ResolvedConfig, RunConfig
 from parallel3d.config.normalise import apply_overrides
@@ -31,7 +32,8 @@ from parallel3d.train.assembly import build, hidden_shape
 from parallel3d.train.ending import StopRequest
 from parallel3d.train.evaluation import Evaluation, Losses, evaluation_corpora
 from parallel3d.train.feed import Feed
-from parallel3d.train.start import begin, open_corpus
+from parallel3d.train.open_corpus import open_corpus
+from parallel3d.train.start import begin
 
 _MESH = "parallel3d.mesh"
 
@@ -129,7 +131,7 @@ def evaluate(
     pulse.doing("comparing the checkpoint's hashes")
     folder = Path(on_first(mesh, lambda: str(checkpoint)))
     try:
-        source = find.verify_on_all_ranks(folder, mesh)
+        source = verify_on_all_ranks(folder, mesh)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} {error}; use another checkpoint") from None
     refuse_other_text(source, corpus, console.print)
@@ -157,9 +159,7 @@ def evaluate(
         return evaluation.run()
 
 
-def refuse_other_text(
-    source: find.FoundCheckpoint, corpus: Corpus, say: Callable[[str], None]
-) -> None:
+def refuse_other_text(source: FoundCheckpoint, corpus: Corpus, say: Callable[[str], None]) -> None:
     """Raise CheckpointError if the tokenizer or the rule of the split is not the checkpoint's.
 
     Warns by `say` if the corpus is another one.

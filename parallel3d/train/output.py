@@ -14,9 +14,9 @@ from rich.console import Console
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import DataError
-from parallel3d.base.journal import not_ended, open_journal, record
+from parallel3d.base.journal import not_ended, record
 from parallel3d.base.step_lines import METRICS, finite
-from parallel3d.checkpoint import disk, find
+from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import CompleteConfig
 from parallel3d.config.deepspeed import describe_offload
@@ -33,7 +33,6 @@ from parallel3d.train.claim import Attempts, written_to
 from parallel3d.train.digests import DIGESTS
 from parallel3d.train.evaluation import HELD_OUT
 from parallel3d.train.known_hardware import known_hardware
-from parallel3d.train.memory import begin_memory
 from parallel3d.train.metrics import MetricsWriter, Result, forget_after, step_reached
 from parallel3d.train.progress import Progress, in_words, percent
 from parallel3d.train.start import Start
@@ -223,16 +222,17 @@ class Output:
         self._start = start
         self._mesh = mesh
         self.directory = start.folder
-        self.checkpoints = self.directory / "checkpoints"
         self.writer: MetricsWriter | None = None
         self.progress: Progress | None = None
         self._attempts = Attempts(self.directory, start.settings, start.digest)
-        open_journal(self.directory)
         tokenizer = start.corpus.tokenizer_directory
-        if names := find.set_aside(self.checkpoints, step, mesh):
+        on_disk, *others = start.places
+        if names := on_disk.forget_after(step):
             console.print(f"resume  set aside, no longer part of the run: {', '.join(names)}")
         on_first(mesh, lambda: self._begin(start))
-        begin_memory(start.memory, mesh, self.directory, step if start.tier == "memory" else -1)
+        for place in others:
+            goes_on = start.checkpoint is not None and start.checkpoint.place is place
+            place.forget_after(step if goes_on else -1)
         on_first(mesh, lambda: self._copy_tokenizer(tokenizer))
         if mesh.rank == 0:
             self.progress = Progress(config.num_steps, config.steps_per_print, console, step)
@@ -246,7 +246,7 @@ class Output:
             self.directory.mkdir(exist_ok=True)
             reached = step_reached(self.directory)
             self._attempts.begin(reached)
-            disk.remove_leftovers(self.checkpoints)
+            disk.remove_leftovers(self.directory / "checkpoints")
             for name in (METRICS, DIGESTS):
                 forget_after(self.directory / name, step)
             resolved = json.dumps(config.to_public_dict(), indent=1)
@@ -263,7 +263,7 @@ class Output:
                 unended=not_ended(self.directory),
                 lost_steps=max(reached - step, 0),
                 rejected=start.rejected,
-                tier=start.tier,
+                tier=start.checkpoint.tier if start.checkpoint else None,
                 device=self._mesh.device.type,
                 hardware=known.name if known else None,
             )
@@ -291,8 +291,8 @@ class Output:
             save_weights(
                 engine, self._mesh, self.directory, config=config, corpus=self._start.corpus
             )
-        if self._start.memory:
-            self._start.memory.keep("", -1)
+        for place in self._start.places:
+            place.end()
         if self.writer:
             try:
                 self._attempts.end(result.stopped)

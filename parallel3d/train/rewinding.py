@@ -5,14 +5,13 @@ from typing import Any
 
 from parallel3d.base.errors import TrainingError
 from parallel3d.base.journal import record
-from parallel3d.checkpoint import find
+from parallel3d.checkpoint.find import find_newest
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import Saver
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.check_bits import WrongBits
-from parallel3d.train.memory import begin_memory
 from parallel3d.train.observer import Rewind
 from parallel3d.train.start import Start
 
@@ -36,6 +35,9 @@ class Rewinder:
         self._mesh = mesh
         self._parts = parts
         self._saver = saver
+        places = saver.places if saver else ()
+        self._disk = places[0] if saver else None
+        self._others = places[1:]
         self._say = say
         self._wrong_at = -1
         """The last step whose bits were wrong."""
@@ -52,24 +54,24 @@ class Rewinder:
         """
         pulse.doing(f"rewinding from step {number + 1}")
         train = self._start.config.train
-        folder = self._start.folder / "checkpoints"
         self._mesh.set_timeouts(_TIMEOUT_SECONDS)
         self.finish_saves()
-        if self._saver:
-            begin_memory(self._start.memory, self._mesh, self._start.folder)
+        for place in self._others:
+            place.forget_after(-1)
         reason = ""
         if isinstance(error, WrongBits):
             reason = self._distrust(number, error, vouched)
         checkpoint = self._start.on_disk
-        if self._saver:
-            checkpoint = find.find(folder, "auto", self._mesh)[0] or checkpoint
+        if self._disk:
+            checkpoint = find_newest([self._disk])[0] or checkpoint
         if checkpoint is None:
             raise TrainingError(
                 f"{reason}Step {number + 1} has no checkpoint before it to rewind to; all ranks "
                 "stop. Lower checkpoint.every, or set train.on_nonfinite, train.on_spike and "
                 "train.check_bits.on_wrong to other values"
             )
-        find.set_aside(folder, checkpoint.step, self._mesh)
+        if self._disk:
+            self._disk.forget_after(checkpoint.step)
         parts = self._parts
         load(checkpoint, engine=parts.engine, mesh=self._mesh, layers=parts.layers)
         self._mesh.set_timeouts(train.timeout_seconds)
@@ -86,9 +88,8 @@ class Rewinder:
         """
         reason = f"after step {number + 1} {error}"
         self.record("wrong_bits", step=number + 1, reason=reason)
-        if self._saver:
-            folder = self._start.folder / "checkpoints"
-            names = find.set_aside(folder, vouched, self._mesh)
+        if self._disk:
+            names = self._disk.forget_after(vouched)
             if names:
                 reason += f". Set aside: {', '.join(names)}"
         on_wrong = self._start.config.train.check_bits.on_wrong

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from parallel3d.base.errors import TrainingError
-from parallel3d.checkpoint.save import MOST_FAILURES, Saver
+from parallel3d.checkpoint.on_disk import MOST_FAILURES
+from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.state import RunState
 from parallel3d.config import CompleteConfig
 from parallel3d.mesh.pulse import rank as pulse
@@ -58,12 +59,14 @@ class Saving(Observer):
         ends = step.stops or done == self._config.num_steps
         asked = ends or self._stop.saving
         on_disk = asked or done in settings.at or is_due(settings.every, done)
-        in_memory = not asked and is_due(settings.in_memory_every, done)
-        if on_disk or in_memory:
+        disk, *others = self._saver.places
+        places = [place for place in others if not asked and is_due(place.every, done)]
+        if on_disk:
+            places.append(disk)
+        if places:
             pulse.doing(f"saving step {done}")
             state = self._state.at(step.end) | self._more_state()
-            self._stall = self._saver.save_in_memory(state) if in_memory else 0.0
-            self._stall += self._saver.save(state, wait=ends) if on_disk else 0.0
+            self._stall = sum(self._saver.save(state, place, wait=ends) for place in places)
         if on_disk:
             self._stop.saved()
         if ends:

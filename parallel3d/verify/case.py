@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from parallel3d.checkpoint import chunk_runs, chunks, disk
-from parallel3d.checkpoint.find import find
+from parallel3d.checkpoint.find import find_named
 from parallel3d.checkpoint.load import load
+from parallel3d.checkpoint.on_disk import DiskPlace
 from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import CompleteConfig
@@ -174,12 +175,9 @@ def low_thresholds(config: CompleteConfig) -> Iterator[None]:
         yield
 
 
-def go_on(
-    parts: Assembly, mesh: Mesh, state: RunState, folder: Path, resume: int | str = "auto"
-) -> Position:
-    """Load a checkpoint in `folder`, the newest by default; return the position to go on from."""
-    checkpoint, _ = find(folder, resume, mesh)
-    assert checkpoint is not None, folder
+def go_on(parts: Assembly, mesh: Mesh, state: RunState, folder: Path, step: int) -> Position:
+    """Load the checkpoint of a step in `folder`; return the position to go on from."""
+    checkpoint = find_named(folder, step, mesh)
     position = state.position_in(checkpoint.state, checkpoint.folder, lambda text: None)
     load(checkpoint, engine=parts.engine, mesh=mesh, layers=parts.layers)
     return position
@@ -323,9 +321,8 @@ class CaseRun:
             )
             saver = None
             if saves:
-                saver = Saver(
-                    parts.engine, self.mesh, parts.layers, folder=saves, asynchronous=behind
-                )
+                places = [DiskPlace(self.mesh, saves)]
+                saver = Saver(parts.engine, self.mesh, parts.layers, places, asynchronous=behind)
             observed_trainer(start, self.mesh, parts, writer=writer, saver=saver).run()
             return [json.loads(line) for line in writer.path.read_text().splitlines()]
 

@@ -13,9 +13,10 @@ import torch
 from deepspeed.utils import safe_get_full_optimizer_state
 from safetensors.torch import load_file, save_file
 
-from parallel3d.checkpoint import find
+from parallel3d.checkpoint.find import find_named
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
+from parallel3d.checkpoint.on_disk import DiskPlace
 from parallel3d.checkpoint.save import Saver
 from parallel3d.model import optimizers
 from parallel3d.models import layers
@@ -178,7 +179,7 @@ def save_on_rank(rank, sides, root):
             trained.engine,
             trained.mesh,
             layers(trained.config.model),
-            folder=root / str(side),
+            [DiskPlace(trained.mesh, root / str(side))],
             asynchronous=number % 2 == 0,
         )
         saver.save(state(STEPS) | ({"config": MUON} if side.muon else {}))
@@ -232,7 +233,7 @@ def load_on_rank(rank, cases, root):
             trained.train(1)  # so that some parameters are gathered, of the old shards
         for source in sources:
             folder = root / str(source)
-            checkpoint, _ = find.find(folder, str(folder / f"step-{STEPS}"), trained.mesh)
+            checkpoint = find_named(folder, str(folder / f"step-{STEPS}"), trained.mesh)
             model = layers(trained.config.model)
             load(checkpoint, engine=trained.engine, mesh=trained.mesh, layers=model)
             results.append(differences(trained, load_file(folder / "reference.safetensors")))

@@ -1,19 +1,31 @@
 """Saves by real ranks, whose training state is small."""
 
+from parallel3d.checkpoint.on_disk import DiskPlace
 from parallel3d.checkpoint.save import Saver
 from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.resharding import Side, Trained
 
 
-def saver_of(trained, folder, **settings):
-    return Saver(
-        trained.engine, trained.mesh, layers(trained.config.model), folder=folder, **settings
-    )
+def saver_of(trained, folder, others=(), *, keep=2, always=(), **settings):
+    """A saver to a folder, by default, and to other places."""
+    places = [DiskPlace(trained.mesh, folder, keep=keep, always=always), *others]
+    return Saver(trained.engine, trained.mesh, layers(trained.config.model), places, **settings)
 
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+class Named:
+    """Stands for a run's memory.json, with this name, and steps that are not restored again."""
+
+    def __init__(self, name, refused=-1):
+        self.name = name
+        self.refused = refused
+
+    def name_and_refused(self):
+        return self.name, self.refused
 
 
 PAIR = Side((1, 2, 1), 1)

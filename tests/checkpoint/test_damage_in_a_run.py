@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from parallel3d.base.errors import CheckpointError
-from parallel3d.checkpoint.find import find
+from parallel3d.checkpoint.find import find_named, find_newest
+from parallel3d.checkpoint.on_disk import DiskPlace
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.drill import Run, check_died, check_resumed, check_same, prepared_config
@@ -194,12 +195,12 @@ def find_in_all(rank, folders):
     mesh = Mesh(dp=RANKS)
     answers = []
     for folder in folders:
-        checkpoint, rejected = find(folder, "auto", mesh)
+        checkpoint, rejected = find_newest([DiskPlace(mesh, folder)])
         step = checkpoint and checkpoint.step
         messages = []
         for resume in (4, str(folder / NEWEST)):
             try:
-                messages.append(f"used step {find(folder, resume, mesh)[0].step}")
+                messages.append(f"used step {find_named(folder, resume, mesh).step}")
             except CheckpointError as error:
                 messages.append(str(error))
         answers.append((step, rejected, messages))

@@ -10,15 +10,17 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from parallel3d.base import journal
-from parallel3d.checkpoint import disk, find, free_space
-from parallel3d.checkpoint.in_memory import HostMemory
+from parallel3d.checkpoint import disk, free_space
+from parallel3d.checkpoint.find import find_newest
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
+from parallel3d.checkpoint.on_disk import DiskPlace
+from parallel3d.extras.guard.host_memory import HostMemory
 from parallel3d.mesh.nodes import Nodes
 from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.resharding import Side, Trained, differences, state, whole
-from tests.checkpoint.saving import saver_of
+from tests.checkpoint.saving import Named, saver_of
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
@@ -30,7 +32,7 @@ def memory_of(mesh, root, hosts, name=NAME, *options):
     """This rank's host's memory; `hosts` has a letter for each rank."""
     folder = root / hosts[mesh.rank]
     folder.mkdir(parents=True, exist_ok=True)
-    return HostMemory(mesh, Nodes(tuple(hosts), tuple(hosts)), folder, name, *options)
+    return HostMemory(mesh, Nodes(tuple(hosts), tuple(hosts)), folder, Named(name, *options))
 
 
 def steps(root, host):
@@ -52,17 +54,17 @@ def save_on_rank(rank, root):
     messages = []
     gathered = {}
     memory = memory_of(trained.mesh, root / "hosts", "aabb")
-    saver = saver_of(trained, root / "disk", memory=memory, say=messages.append)
+    saver = saver_of(trained, root / "disk", [memory], say=messages.append)
     write = disk.write_file
     missing = free_space.missing_disk_bytes
     free_space.missing_disk_bytes = partial(missing_bytes, rank)
     for _ in range(2):
-        assert saver.save_in_memory(state(0)) < 10
+        assert saver.save(state(0), memory) < 10
     free_space.missing_disk_bytes = missing
     assert steps(root / "hosts", "b") == {}
     for step in (1, 2):
         trained.train(1)
-        saver.save_in_memory(state(step))
+        saver.save(state(step), memory)
         gathered[step] = list(trained.gathered())
     saver.finish()
     trained.mesh.barrier()
@@ -73,7 +75,7 @@ def save_on_rank(rank, root):
     messages.append("and")
     # The file of rank 0 arrives on a full memory.
     os.environ["PARALLEL3D_FAULT"] = "full checkpoint.before_write 3 2"
-    saver.save_in_memory(state(3))
+    saver.save(state(3), memory)
     saver.finish()
     del os.environ["PARALLEL3D_FAULT"]
     trained.mesh.barrier()
@@ -88,7 +90,7 @@ def save_on_rank(rank, root):
     disk.write_file = write_late
     saver.save(state(3))
     trained.train(1)
-    saver.save_in_memory(state(4))
+    saver.save(state(4), memory)
     assert "step-4" in steps(root / "hosts", "b") and not (root / "disk/step-3").exists()
     goes_on.set()
     saver.require_saved()
@@ -120,7 +122,7 @@ def load_on_rank(rank, side, root, cases):
     for case, hosts, *options in cases:
         journal.open_journal(root / case)
         memory = memory_of(trained.mesh, root / case, hosts, *options)
-        checkpoint, rejected = find.find(root / "none", "auto", trained.mesh, memory)
+        checkpoint, rejected = find_newest([DiskPlace(trained.mesh, root / "none"), memory])
         step = 0
         wrong = []
         if checkpoint:

@@ -19,12 +19,12 @@ STEPS = 8
 
 def two_hosts(memory, rank):
     """Let ranks 0 and 1 be on one host, 2 and 3 on another, each with a memory of its own."""
+    from parallel3d.extras.guard import host_memory
     from parallel3d.mesh.nodes import Nodes
-    from parallel3d.train import memory as run_memory
     from parallel3d.train import start
 
     find_nodes = start.find_nodes
-    open_memory = run_memory.HostMemory
+    open_memory = host_memory.HostMemory
 
     def find(mesh):
         names = tuple("ab"[2 * r // mesh.world.size] for r in range(mesh.world.size))
@@ -37,7 +37,7 @@ def two_hosts(memory, rank):
         return open_memory(mesh, nodes, folder, *args)
 
     start.find_nodes = find
-    run_memory.HostMemory = open_host_memory
+    host_memory.HostMemory = open_host_memory
 
 
 @pytest.fixture(scope="module")

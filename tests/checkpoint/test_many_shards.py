@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from launch import checkpoint as command
-from parallel3d.checkpoint import find
 from parallel3d.checkpoint import load as loading
+from parallel3d.checkpoint import on_disk
 from parallel3d.checkpoint.chunks import Chunk, boxes_of
+from parallel3d.checkpoint.find import find_newest
 from parallel3d.checkpoint.load import load, make_index
 from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.model.spec import named_params
@@ -61,7 +62,7 @@ def load_under_a_limit(rank, checkpoints, limit, root):
     """Return the differences, the number of compared elements, and rank 0's reports."""
     trained = Trained(Side((1, 2, 1), 3), root)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    checkpoint, rejected = find.find(checkpoints, "auto", trained.mesh)
+    checkpoint, rejected = find_newest([on_disk.DiskPlace(trained.mesh, checkpoints)])
     assert checkpoint, rejected
     model = layers(trained.config.model)
     load(checkpoint, engine=trained.engine, mesh=trained.mesh, layers=model)
@@ -113,7 +114,7 @@ def test_work_of_a_rank_does_not_grow_with_the_number_of_shards(count, tmp_path,
     # The manifest's names are sorted: the state comes after the shards.
     files = read_manifest(folder).files
     opened.clear()
-    find._check_share(folder, files, 3, count + 1)
+    on_disk._check_share(folder, files, 3, count + 1)
     index = make_index(folder, shards, SHAPES, list(SHAPES), Rank(3, count, headers), KINDS)
     assert opened == {shards[3]: 3}
     index.check_tiling(folder, SHAPES)

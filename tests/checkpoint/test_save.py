@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.checkpoint import chunk_runs, disk, find
-from parallel3d.checkpoint import save as saving
+from parallel3d.checkpoint import chunk_runs, disk
 from parallel3d.checkpoint.chunks import ChunkFile
-from parallel3d.checkpoint.in_memory import HostMemory
+from parallel3d.checkpoint.find import find_named
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
+from parallel3d.checkpoint.on_disk import DiskPlace
+from parallel3d.extras.guard.host_memory import HostMemory
 from parallel3d.mesh.nodes import find_nodes
 from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.resharding import Side, Trained, state
-from tests.checkpoint.saving import names, on_two_ranks, saver_of
+from tests.checkpoint.saving import Named, names, on_two_ranks, saver_of
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
@@ -47,9 +48,9 @@ def save_both_ways(rank, sides, root):
         trained = Trained(side, root)
         trained.train()
         folder = root / str(side)
-        memory = HostMemory(trained.mesh, find_nodes(trained.mesh), root, f"{side}-0")
-        first = saver_of(trained, folder / "waiting", asynchronous=False, memory=memory)
-        second = saver_of(trained, folder / "behind", asynchronous=True, memory=memory)
+        memory = HostMemory(trained.mesh, find_nodes(trained.mesh), root, Named(f"{side}-0"))
+        first = saver_of(trained, folder / "waiting", [memory], asynchronous=False)
+        second = saver_of(trained, folder / "behind", [memory], asynchronous=True)
         first.save(state(2))
         stepped = threading.Event()
 
@@ -61,7 +62,7 @@ def save_both_ways(rank, sides, root):
         disk.write_file = write_later
         second.save(state(2))
         trained.train(1)
-        second.save_in_memory(state(3))  # not from the copy that is written
+        second.save(state(3), memory)  # not from the copy that is written
         after = {name: value["master"] for name, _, _, value in trained.gathered()}
         moved.append(all(not before[name].equal(after[name]) for name in before))
         stepped.set()
@@ -130,7 +131,7 @@ def save_twice(rank, trained, folder):
 
     disk.write_file = slow
     stalls = [saver.save(state(step)) for step in (1, 2)]
-    busy = saver._thread is not None
+    busy = saver._running is not None
     saver.require_saved()
     trained.mesh.barrier()
     return stalls, max(most), busy
@@ -152,24 +153,24 @@ def flip_a_bit(path):
 def damage_the_newest(rank, trained, folder, name):
     """Saves 1 to 3, the files of 3 damaged before they are read again; then 4."""
     messages = []
-    keep_newest = saving.keep_newest
+    keep_newest = DiskPlace._keep_newest
     saver = saver_of(trained, folder, say=messages.append)
     for step in (1, 2):
         saver.save(state(step))
 
-    def meanwhile(folder, keep, *, newest, own_files, mesh, **settings):
+    def meanwhile(place, newest, own_files):
         if rank == 0:
             flip_a_bit(newest / name)
-        mesh.messages.gather_texts("", aside=True)
-        return keep_newest(folder, keep, newest=newest, own_files=own_files, mesh=mesh, **settings)
+        trained.mesh.messages.gather_texts("", aside=True)
+        return keep_newest(place, newest, own_files)
 
     saver.finish()
-    saving.keep_newest = meanwhile
+    DiskPlace._keep_newest = meanwhile
     saver.save(state(3))
     saver.finish()
     trained.mesh.barrier()
     left = names(folder)
-    saving.keep_newest = keep_newest
+    DiskPlace._keep_newest = keep_newest
     saver.save(state(4))
     saver.require_saved()
     trained.mesh.barrier()
@@ -263,7 +264,7 @@ def weigh(rank, root):
     # tp cuts rows and columns; here a rank needs whole tensors' flat halves of both ranks' files.
     other = Trained(replace(WIDE, mesh=(1, 2, 1)), root)
     other.train(1)
-    checkpoint, _ = find.find(root / "waiting", 1, other.mesh)
+    checkpoint = find_named(root / "waiting", 1, other.mesh)
     model = layers(other.config.model)
     read = partial(load, checkpoint, engine=other.engine, mesh=other.mesh, layers=model)
     read()

@@ -14,7 +14,7 @@ import pytest
 from parallel3d.base.errors import TrainingError
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.manifest import verify
-from parallel3d.checkpoint.save import MOST_FAILURES
+from parallel3d.checkpoint.on_disk import MOST_FAILURES
 from parallel3d.train.ending import DONE
 from tests.checkpoint.drill import changed, prepared_config
 from tests.checkpoint.resharding import state

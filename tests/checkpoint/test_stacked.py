@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.checkpoint import find
+from parallel3d.checkpoint.find import find_named
 from parallel3d.checkpoint.load import load
+from parallel3d.checkpoint.on_disk import DiskPlace
 from parallel3d.checkpoint.save import Saver
 from parallel3d.engine import Engine, building, writing
 from parallel3d.huggingface.from_ranks import whole_parameter
@@ -101,7 +102,8 @@ def save_on_rank(rank, root):
     run = Run(2, 2, 3, seed=0)
     first = run.wholes()
     norms = [run.step(0), run.step(1)]
-    saver = Saver(run.engine, run.mesh, LAYERS, folder=root, asynchronous=False)
+    disk = DiskPlace(run.mesh, root)
+    saver = Saver(run.engine, run.mesh, LAYERS, [disk], asynchronous=False)
     saver.save(state(2))
     saver.require_saved()
     return first, norms, run.wholes(), list(run.states())
@@ -110,7 +112,7 @@ def save_on_rank(rank, root):
 def load_on_rank(rank, mesh, root):
     """The states after loading, the norm of the next step, and the elements held, by name."""
     run = Run(*mesh, 1, seed=1)
-    checkpoint, _ = find.find(root, str(root / "step-2"), run.mesh)
+    checkpoint = find_named(root, str(root / "step-2"), run.mesh)
     load(checkpoint, engine=run.engine, mesh=run.mesh, layers=LAYERS)
     return list(run.states()), run.step(2), {h.spec.name: h.elements for h in run.held}
 

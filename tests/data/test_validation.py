@@ -17,7 +17,7 @@ from parallel3d.data.prepare import prepare, validation_sets
 from parallel3d.data.show import as_text, summarise
 from parallel3d.data.split import num_common
 from parallel3d.train.evaluation import evaluation_corpora
-from parallel3d.train.start import corpus_lines
+from parallel3d.train.open_corpus import corpus_lines
 from tests.data.documents import document_of, table_of
 
 pytestmark = pytest.mark.gloo

@@ -17,6 +17,7 @@ import torch
 
 from parallel3d.base.errors import TrainingError
 from parallel3d.base.mesh_sizes import MeshSizes
+from parallel3d.checkpoint.on_disk import DiskPlace
 from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import CompleteConfig, RunConfig
@@ -151,7 +152,7 @@ def _losses(
 ) -> list[float]:
     feed = Feed(config, mesh, corpus, parts.schedule)
     state = RunState(config, corpus)
-    position = go_on(parts, mesh, state, leg.resumes) if leg.resumes else Position()
+    position = go_on(parts, mesh, state, leg.resumes, HALFWAY) if leg.resumes else Position()
     losses = []
     while position.step < STEPS:
         local = parts.executor.run(feed.training(position.next_sample), position.step)
@@ -162,7 +163,7 @@ def _losses(
         if position.step == HALFWAY:
             parts.evaluator.run(feed.training(position.next_sample))
             if leg.saves:
-                saver = Saver(parts.engine, mesh, parts.layers, folder=leg.saves)
+                saver = Saver(parts.engine, mesh, parts.layers, [DiskPlace(mesh, leg.saves)])
                 saver.save(state.at(position), wait=True)
                 saver.require_saved()
     feed.close()

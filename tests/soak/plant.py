@@ -143,10 +143,10 @@ def _after_the_save(act):
 
     conclude = Saver._conclude
 
-    def concluded(self):
+    def concluded(self, save):
         act()
         Saver._conclude = conclude
-        conclude(self)
+        conclude(self, save)
 
     Saver._conclude = concluded
 
@@ -173,23 +173,23 @@ def folder_gone(rank, victim, step, at):
     """The folder of checkpoints is away during a save, as a lost mount is."""
     if rank != 0:
         return
-    from parallel3d.checkpoint.save import Saver
+    from parallel3d.checkpoint.on_disk import DiskPlace
 
     def begin():
-        write = Saver._write_all
+        write = DiskPlace.write
 
-        def written(self, state, arrays):
+        def written(self, state, write_files):
             away = self._folder.with_name("away")
             self._folder.rename(away)
             self._folder.write_text("")
             try:
-                write(self, state, arrays)
+                write(self, state, write_files)
             finally:
                 self._folder.unlink()
                 away.rename(self._folder)
-                Saver._write_all = write
+                DiskPlace.write = write
 
-        Saver._write_all = written
+        DiskPlace.write = written
 
     when(at, step, begin)
 

@@ -236,21 +236,21 @@ def test_sizes_that_cannot_be_are_refused_before_there_is_a_folder(place, flag, 
 def test_machine_too_small_is_refused_before_corpus_and_model(monkeypatch):
     from parallel3d.mesh.mesh import Mesh
     from parallel3d.mesh.nodes import find_nodes
-    from parallel3d.train import start
+    from parallel3d.train.machines import check_machine
 
     mesh = Mesh()
     nodes = find_nodes(mesh)
     try:
-        start.check_machine(read().resolve(1), mesh, nodes, print)
+        check_machine(read().resolve(1), mesh, nodes, print)
         large = read("--parallel3d.model.hidden_size", 2**16).resolve(1)
         with pytest.raises(ConfigError, match=r"parameters need at least .* at most"):
-            start.check_machine(large, mesh, nodes, print)
+            check_machine(large, mesh, nodes, print)
         offload = ("--zero_optimization.offload_optimizer.nvme_path", "/nowhere")
         device = ("--zero_optimization.offload_optimizer.device", "nvme")
         with pytest.raises(
             ConfigError, match=r'offload_optimizer.nvme_path = "/nowhere": rank 0 cannot write'
         ):
-            start.check_machine(read(*offload, *device).resolve(1), mesh, nodes, print)
+            check_machine(read(*offload, *device).resolve(1), mesh, nodes, print)
     finally:
         mesh.close()
 

@@ -16,7 +16,7 @@ from parallel3d.config import RunConfig
 from parallel3d.mesh import nodes
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes
-from parallel3d.train import start
+from parallel3d.train import machines, open_corpus
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.drill import prepared_config
 
@@ -49,19 +49,19 @@ def on_two_nodes(rank, raw, root):
     config = RunConfig.from_dict(raw).resolve(4)
     warnings = []
     prepared = []
-    prepare = start.prepare
+    prepare = open_corpus.prepare
 
     def noted(*args):
         prepared.append(rank)
         return prepare(*args)
 
-    start.prepare = noted
+    open_corpus.prepare = noted
     nodes_of_ranks = nodes.find_nodes(mesh)
-    start.check_machine(config, mesh, nodes_of_ranks, warnings.append)
+    machines.check_machine(config, mesh, nodes_of_ranks, warnings.append)
     quiet = Console(quiet=True)
-    corpus = start.open_corpus(config, mesh, nodes_of_ranks, quiet)
+    corpus = open_corpus.open_corpus(config, mesh, nodes_of_ranks, quiet)
 
-    patch.object(start, "wait_until", lambda look: look()).start()  # none comes late
+    patch.object(machines, "wait_until", lambda look: look()).start()  # none comes late
     refused = {}
     for name, shared in (("shared", True), ("apart", False)):
         place = root / name / ("" if shared else f"node{rank % 2}")
@@ -71,9 +71,9 @@ def on_two_nodes(rank, raw, root):
         lock.path.parent.mkdir(exist_ok=True)
         if rank == 0:
             lock.take()
-        folder = start.Path("runs/mine")
+        folder = machines.Path("runs/mine")
         try:
-            start.refuse_unshared(folder, "runs", mesh, nodes_of_ranks)
+            machines.refuse_unshared(folder, "runs", mesh, nodes_of_ranks)
         except ConfigError as error:
             refused[name] = str(error)
         mesh.barrier()
@@ -83,10 +83,10 @@ def on_two_nodes(rank, raw, root):
         seed = {"held_out_seed": nodes.machine_of_this_process() == "machine 1"}
         return prepare(data.model_copy(update=seed), progress)
 
-    start.prepare = other_on_the_second
+    open_corpus.prepare = other_on_the_second
     different = ""
     try:
-        start.open_corpus(config, mesh, nodes_of_ranks, quiet)
+        open_corpus.open_corpus(config, mesh, nodes_of_ranks, quiet)
     except DataError as error:
         different = str(error)
 
@@ -97,12 +97,12 @@ def on_two_nodes(rank, raw, root):
     def check_nothing(*args):
         return None
 
-    start.prepare = prepare_late
-    start.check_length = check_nothing
+    open_corpus.prepare = prepare_late
+    open_corpus.check_length = check_nothing
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), mesh.messages.aside)
     late = ""
     try:
-        start.open_corpus(config, mesh, nodes_of_ranks, quiet)
+        open_corpus.open_corpus(config, mesh, nodes_of_ranks, quiet)
     except TrainingError as error:
         late = str(error)
     except Exception:

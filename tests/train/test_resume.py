@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from parallel3d.checkpoint import find, state
+from parallel3d.checkpoint import on_disk, state
 from parallel3d.checkpoint.manifest import verify
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
@@ -234,13 +234,13 @@ def test_another_corpus_is_said(config, half):
 
 def see_damage(rank, step, culprit=1):
     """One rank alone reads other bytes of one file of a checkpoint than were written."""
-    check_file = find.check_file
+    check_file = on_disk.check_file
 
     def damaged(folder, *args):
         wrong = rank == culprit and folder.name == f"step-{step}"
         return "its contents do not match" if wrong else check_file(folder, *args)
 
-    find.check_file = damaged
+    on_disk.check_file = damaged
 
 
 def after_restart(rank):

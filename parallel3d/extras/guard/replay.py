@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import CheckpointError
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.checkpoint import find
 from parallel3d.checkpoint.manifest import read_state, step_folders
+from parallel3d.checkpoint.on_disk import verify_on_all_ranks
 from parallel3d.checkpoint.state import RunState
 from parallel3d.config import ResolvedConfig, RunConfig
 from parallel3d.config.normalise import apply_overrides
@@ -31,7 +31,8 @@ from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.train.digests import BOUNDS, compare_runs, is_close
 from parallel3d.train.metrics import MetricsWriter, step_reached
 from parallel3d.train.observers import observed_trainer
-from parallel3d.train.start import Start, begin, open_corpus, restore
+from parallel3d.train.open_corpus import open_corpus
+from parallel3d.train.start import Start, begin, restore
 
 Norms = dict[str, float]
 """Norms of tensors by their places, "kind microbatch layer"."""
@@ -78,7 +79,7 @@ def replay(
     begin(config, mesh, console)
     corpus = open_corpus(config, mesh, find_nodes(mesh), console)
     config = config.with_corpus(corpus.vocab_size, len(corpus.train))
-    source = find.verify_on_all_ranks(checkpoint, mesh)
+    source = verify_on_all_ranks(checkpoint, mesh)
     state = RunState(config, corpus)
     position = state.position_in(source.state, source.folder, console.print)
     is_exact = mesh.device.type == "cpu" or config.train.deterministic

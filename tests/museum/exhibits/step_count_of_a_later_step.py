@@ -2,6 +2,7 @@
 step than its weights and moments.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from parallel3d.checkpoint.save import Saver
@@ -17,7 +18,12 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(Saver, "_publish")
-def plant(original: Any, saver: Saver, state: dict[str, Any], *rest: Any) -> None:
+@in_place_of(Saver, "_write")
+def plant(original: Any, saver: Saver, save: Any, arrays: Iterable[Any]) -> None:
     """It is read when the other files are on disk."""
-    original(saver, state | saver._own_state(), *rest)
+
+    def written() -> Iterator[Any]:
+        yield from arrays
+        save.state.update(saver._own_state())
+
+    original(saver, save, written())

@@ -10,15 +10,15 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 from xxhash import xxh3_128_hexdigest
 
-from parallel3d.base.errors import CheckpointError, TrainingError
+from parallel3d.base.errors import CheckpointError, ConfigError, TrainingError
 from parallel3d.base.journal import record
 from parallel3d.checkpoint import disk, free_space
 from parallel3d.checkpoint.manifest import (
@@ -35,6 +35,9 @@ from parallel3d.checkpoint.manifest import (
     step_folders,
     tensor_files,
 )
+from parallel3d.checkpoint.places import Copies, FoundCheckpoint, Place, WriteFiles, merged
+from parallel3d.config.parallel3d_block import CheckpointConfig
+from parallel3d.extras.guard.restarts import Restarts
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes
@@ -42,30 +45,47 @@ from parallel3d.mesh.nodes import Nodes
 Plan = Sequence[tuple[str, int, int]]  # name of a file, the rank that sends, the rank that receives
 
 
-@dataclass(frozen=True)
-class Copies:
-    """The hosts that hold the files of a checkpoint in memory."""
+def open_memory(
+    settings: CheckpointConfig, mesh: Mesh, nodes: Nodes, folder: Path, say: Callable[[str], None]
+) -> "HostMemory":
+    """Return the memory of the hosts of the run in `folder`. Collective.
 
-    holders: Mapping[str, Sequence[int]]
-    """Ranks whose hosts hold an intact copy, by file; the first one reads the file's header."""
-    fetch: Callable[[Collection[str]], None]
-    """Copy files that this rank reads to its host, if they are not there. Collective; raises
-    TrainingError on all ranks if a host cannot take them."""
+    Raises ConfigError on all ranks if one of them cannot write to checkpoint.in_memory_folder.
+    """
+    root = Path(settings.in_memory_folder)
+
+    def require_folder() -> None:
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f'parallel3d.checkpoint.in_memory_folder: "{root}" on {nodes.hosts[mesh.rank]}: '
+                f"rank {mesh.rank} cannot write there; name a folder in memory of each host"
+            )
+
+    agree(mesh, require_folder)
+    memory = HostMemory(mesh, nodes, root, Restarts(folder))
+    memory.every = settings.in_memory_every
+    hosts = "a copy on the next host" if memory.peers else "ONE HOST: no copy on another one"
+    say(f"memory  every {settings.in_memory_every} steps to {memory.folder}; {hosts}")
+    return memory
 
 
-class HostMemory:
-    """The checkpoints of one run in the memory of its hosts: at most two steps."""
+class HostMemory(Place):
+    """Keeps at most two steps of one run in the memory of its hosts."""
 
-    def __init__(self, mesh: Mesh, nodes: Nodes, root: Path, name: str, refused: int = -1) -> None:
+    tier = "memory"
+    waits_for_others = False
+
+    def __init__(self, mesh: Mesh, nodes: Nodes, root: Path, restarts: Restarts) -> None:
         """Look at the folder, without creating it. Collective.
 
         - `root`: a folder in the host's memory.
-        - `name`: the run's unique name, the same on all ranks; ends in "-" and an id.
-        - `refused`: steps up to this one are not restored again.
+        - `restarts`: the run's unique name, which ends in "-" and an id, and the steps that are
+          not restored again.
         """
         self._mesh = mesh
         self._beside = mesh.beside()
-        self._refused = refused
+        self._restarts = restarts
+        name, self._refused = on_first(mesh, restarts.name_and_refused)
         machines = list(dict.fromkeys(nodes.machines))
         self._host_of = [machines.index(machine) for machine in nodes.machines]
         hosts: list[list[int]] = [[] for _ in machines]
@@ -81,7 +101,7 @@ class HostMemory:
                     self.peers[rank] = after[place % len(after)]
         self.folder = root / f"parallel3d-{os.getuid()}" / name
 
-    def lacking_bytes(self, bytes_by_rank: Sequence[float]) -> int:
+    def missing_bytes(self, bytes_by_rank: Sequence[float]) -> int:
         """Return the bytes that this host lacks for another step; 0 if it fits."""
         if self._is_private() and len(step_folders(self.folder)) > 1:
             return 0  # the older one is removed first
@@ -91,25 +111,23 @@ class HostMemory:
         memory = free_space.missing_memory_bytes(num_bytes // num_ranks, num_ranks) * num_ranks
         return max(memory, free_space.missing_disk_bytes(self.folder.parents[1], num_bytes))
 
-    def save(self, state: Mapping[str, Any], write: Callable[[Path], dict[str, Any]]) -> None:
-        """Save a step; training may go on meanwhile. Collective, on a group of its own.
+    def describe_missing(self, missing_bytes: int, num_bytes: int) -> str:
+        """Return why a step is not kept."""
+        return (
+            f"{self.folder.parent}: {decimal(missing_bytes)} of memory missing on a host; "
+            "enlarge it (docker: --shm-size), or set checkpoint.in_memory_folder"
+        )
 
-        Raises TrainingError on all ranks, and leaves the newest step alone, if it cannot be held.
-
-        - `state`: contents of state.json; rank 0's are used.
-        - `write`: writes this rank's files to a folder and returns {name: [size, digest]}.
-        """
+    def write(self, state: Mapping[str, Any], write_files: WriteFiles) -> None:
+        """Save a step. Collective, on a group of its own."""
         mesh = self._beside
         folder = self.folder / f"step-{state['step']}"
         unfinished = folder.with_name(f"{folder.name}.tmp")
         try:
             text = on_first(mesh, lambda: state_bytes(state).decode())
             self._on_each_host(lambda: self._make_room(unfinished))
-            own = gather_json(mesh, agree(mesh, lambda: write(unfinished)), aside=True)
-            files = {}
-            for of_rank in own:
-                for name, entry in of_rank.items():
-                    files[name] = Entry(*entry)
+            own = gather_json(mesh, agree(mesh, lambda: write_files(unfinished)), aside=True)
+            files = merged(own)
             plan = []
             for rank, peer in self.peers.items():
                 plan += [(name, rank, peer) for name in own[rank]]
@@ -123,7 +141,38 @@ class HostMemory:
                     disk.remove_folder(unfinished)
             raise
 
-    def keep(self, name: str, step: int) -> None:
+    def report_failure(self) -> str:
+        """Report the first of several saves that fail."""
+        if self.num_failures > 1:
+            return ""
+        if self._mesh.rank == 0:
+            record("not_saved", tier=self.tier, reason=self.problem)
+        return f"NOT SAVED IN MEMORY: {self.problem}. Training continues"
+
+    def note_restart(self, step: int) -> None:
+        """Record that a step is about to be loaded, so that it is not loaded again and again."""
+        on_first(self._mesh, lambda: self._restarts.note(step))
+
+    def forget_after(self, step: int) -> list[str]:
+        """Forget the steps after `step`; with -1 all of them. Collective.
+
+        A run that goes on from elsewhere gets another name, because a host that is absent may come
+        back with steps that are no longer part of the run.
+        """
+
+        def current_name() -> str:
+            if step < 0:
+                self._restarts.rename()
+            return self._restarts.name
+
+        self._keep(on_first(self._mesh, current_name), step)
+        return []
+
+    def end(self) -> None:
+        """Leave the memory free."""
+        self._keep("", -1)
+
+    def _keep(self, name: str, step: int) -> None:
         """Remove this host's steps after `step`, and those under other names of this run.
 
         Later saves have the name; with "" everything is removed.
@@ -155,18 +204,18 @@ class HostMemory:
             steps.update((step, digest) for step, digest in of_rank)
         return sorted(steps)
 
-    def verify(
-        self, step: int, digest: str
-    ) -> tuple[Path, tuple[str, ...], dict[str, Any], Copies]:
-        """Return folder, tensor files, state and copies of a step; hosts hold all of its files.
+    def verify(self, step: int, version: str) -> FoundCheckpoint:
+        """Return a step whose files all have an intact copy on some host. Collective.
 
-        Each rank reads a share of its host's files in full. Collective. Raises CheckpointError on
-        all ranks if a file has no intact copy, or the step is refused.
+        Each rank reads a share of its host's files in full. Raises CheckpointError on all ranks if
+        a file has no intact copy, or the step is refused.
+
+        - `version`: the digest of the step's manifest.
         """
         if step <= self._refused:
             raise CheckpointError("in memory is not used again: the run failed twice after it")
         folder = self.folder / f"step-{step}"
-        manifest = self._manifest(step, digest)
+        manifest = self._manifest(step, version)
         share = sorted(manifest.files)[self._place :: len(self._here)]
         share = [name for name in share if (folder / name).exists()]
         reasons = {name: check_file(folder, name, manifest.files[name]) for name in share}
@@ -185,7 +234,7 @@ class HostMemory:
             _require_copy(name, holders.get(name, ()))
         intact = {name for name, ranks in holders.items() if {*ranks} & {*self._here}}
         fetch = partial(self._fetch, holders, intact, Manifest(step, files))
-        return folder, tensor_files(files), state, Copies(holders, fetch)
+        return FoundCheckpoint(folder, tensor_files(files), state, Copies(holders, fetch), self)
 
     def _read(
         self, folder: Path, manifest: Manifest, readers: Sequence[int]

@@ -1,0 +1,48 @@
+"""What `parallel3d/extras/guard` adds to a run that wants it; it is imported by no other run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the folder are checked
+    from parallel3d.checkpoint.places import Place
+    from parallel3d.config.parallel3d_block import CheckpointConfig
+    from parallel3d.mesh.mesh import Mesh
+    from parallel3d.mesh.nodes import Nodes
+    from parallel3d.train.assembly import Assembly
+    from parallel3d.train.observer import Observer
+    from parallel3d.train.start import Start
+
+
+def open_places(
+    settings: "CheckpointConfig",
+    mesh: "Mesh",
+    nodes: "Nodes",
+    folder: Path,
+    say: Callable[[str], None],
+) -> "list[Place]":
+    """Return the places besides the disk to which the run in `folder` saves. Collective."""
+    if not settings.in_memory_every:
+        return []
+    from parallel3d.extras.guard.host_memory import open_memory
+
+    return [open_memory(settings, mesh, nodes, folder, say)]
+
+
+def leave_memory(start: "Start") -> None:
+    """Forget the steps in memory if this launch, which will be ahead of them, keeps none there."""
+    is_left = not start.config.checkpoint.in_memory_every
+    if is_left and (start.folder / "memory.json").exists():
+        from parallel3d.extras.guard.restarts import Restarts
+
+        Restarts(start.folder).remove()
+
+
+def observers_of(start: "Start", mesh: "Mesh", parts: "Assembly") -> "list[Observer]":
+    """Return the observers that guard the run against faulty hardware. Collective."""
+    config = start.config
+    if not config.train.check_bits.recompute_every:
+        return []
+    from parallel3d.extras.guard.recomputation_check import RecomputationCheck
+
+    return [RecomputationCheck(config, mesh, parts, start.position)]
