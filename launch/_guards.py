@@ -1,4 +1,4 @@
-"""What `parallel3d/extras/guard` adds to a run that wants it; it is imported by no other run."""
+"""Imports of `parallel3d/extras/guard` by a run that wants it, and by no other run."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""What saving and resuming ask of a place that keeps a run's checkpoints.
+"""The places that keep a run's checkpoints: what saving and resuming ask of each.
 
-`on_disk.py` is the folder of the run. Further places are handed to a run by its command.
+`on_disk.py` is the folder of the run. The command that trains hands further places to a run.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""What the machines of a run must have in common, and have room for, before it starts."""
+"""Checks of a run's machines before it starts: one config, one folder, enough memory."""
 
 import json
 from collections.abc import Callable, Mapping
