@@ -1,6 +1,7 @@
 """Imports of `parallel3d/extras/guard` by a run that wants it, and by no other run."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,11 +32,9 @@ def open_places(
 
 def leave_memory(start: "Start") -> None:
     """Forget the steps in memory if this launch, which will be ahead of them, keeps none there."""
-    is_left = not start.config.checkpoint.in_memory_every
-    if is_left and (start.folder / "memory.json").exists():
-        from parallel3d.extras.guard.restarts import Restarts
-
-        Restarts(start.folder).remove()
+    if not start.config.checkpoint.in_memory_every:
+        with suppress(OSError):
+            (start.folder / "memory.json").unlink(missing_ok=True)
 
 
 def observers_of(start: "Start", mesh: "Mesh", parts: "Assembly") -> "list[Observer]":

@@ -5,6 +5,7 @@ are valid.
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from parallel3d.base.errors import CheckpointError
@@ -34,12 +35,11 @@ def find_newest(places: Sequence[Place]) -> tuple[FoundCheckpoint | None, list[s
     Collective. Of equal steps, that of the first place comes first.
     """
     rejected: list[str] = []
-    candidates = []
-    for number, place in enumerate(places):
-        candidates += [(step, -number, version) for step, version in place.steps()]
-    for step, number, version in sorted(candidates, reverse=True):
+    held = [(step, version, place) for place in places for step, version in place.steps()]
+    # Steps that are equal stay in the order of their places.
+    for step, version, place in sorted(held, key=itemgetter(0), reverse=True):
         try:
-            return places[-number].verify(step, version), rejected
+            return place.verify(step, version), rejected
         except CheckpointError as error:
             rejected.append(f"step-{step} {error}")
     return None, rejected

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -112,8 +112,11 @@ def make_index(
     `shapes`.
     """
 
+    if share is None:
+        share = range(mesh.rank, len(files), mesh.world.size)
+
     def read() -> str:
-        return json.dumps(_packed_rows(folder, files, shapes, mesh, kinds, share))
+        return json.dumps(_packed_rows(folder, {n: files[n] for n in share}, shapes, kinds))
 
     shares = [
         json.loads(text) for text in mesh.messages.gather_texts(agree(mesh, read), aside=True)
@@ -128,20 +131,13 @@ def make_index(
 
 
 def _packed_rows(
-    folder: Path,
-    files: Sequence[str],
-    shapes: Shapes,
-    mesh: Mesh,
-    kinds: Sequence[str],
-    share: Sequence[int] | None = None,
+    folder: Path, files: Mapping[int, str], shapes: Shapes, kinds: Sequence[str]
 ) -> dict[str, str]:
-    """Return the index rows of this rank's share of the files, by parameter, as text."""
+    """Return the index rows of some files, which have their index, by parameter, as text."""
     rows: dict[str, list[list[int]]] = defaultdict(list)
-    if share is None:
-        share = range(mesh.rank, len(files), mesh.world.size)
-    for number in share:
+    for number, name in files.items():
         boxes: dict[tuple[str, Box], list[int]] = {}
-        with ChunkFile(folder / files[number]) as file:
+        with ChunkFile(folder / name) as file:
             for chunk, at in file.chunks.items():
                 if len(shapes.get(chunk.name, ())) != len(chunk.box.shape):
                     raise CheckpointError(
@@ -151,8 +147,8 @@ def _packed_rows(
                 if chunk.kind in kinds:
                     starts = boxes.setdefault((chunk.name, chunk.box), [0] * len(kinds))
                     starts[kinds.index(chunk.kind)] = at
-        for (name, box), starts in boxes.items():
-            rows[name].append([number, *box.offsets, *box.shape, *starts])
+        for (parameter, box), starts in boxes.items():
+            rows[parameter].append([number, *box.offsets, *box.shape, *starts])
     # Rows are mostly zero bytes (small numbers in 8 bytes each), so they compress well.
     return {
         name: b64encode(zlib.compress(np.array(own, "<i8").tobytes(), 1)).decode()
@@ -181,11 +177,10 @@ def load(
     def read() -> None:
         index.check_tiling(checkpoint.folder, shapes_of(checkpoint.state))
         for boxes in boxes_to_fill(engine, originals):
-            reads: Reads = defaultdict(list)
+            wanted = []
             for name, box, outs in boxes:
-                for kind, out in outs.items():
-                    add_reads(reads, index, name, kind, box, out, folder=checkpoint.folder)
-            read_all(checkpoint, reads)
+                wanted += [(name, kind, box, out) for kind, out in outs.items()]
+            _fill(checkpoint, index, wanted)
 
     agree(mesh, lambda: reading(read))
     engine.states.finish_loading()
@@ -211,7 +206,7 @@ def _index_of(
     kinds: Sequence[str],
 ) -> Index:
     """Check that a checkpoint is of this model and return the index of some parameters."""
-    check_parameters(checkpoint.folder, checkpoint.state, layers)
+    _check_parameters(checkpoint, layers)
     files = checkpoint.files
     share = None
     copies = checkpoint.copies
@@ -222,16 +217,16 @@ def _index_of(
     )
 
 
-def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[LayerSpec]) -> None:
+def _check_parameters(checkpoint: FoundCheckpoint, layers: Sequence[LayerSpec]) -> None:
     """Raise CheckpointError if a checkpoint is not of the model with these layers."""
-    stored = {name: tuple(p["shape"]) for name, p in state["parameters"].items()}
+    stored = shapes_of(checkpoint.state)
     expected = {name: spec.shape for name, spec in named_params(layers).items()}
     for name in [*expected, *stored]:
         if stored.get(name) != expected.get(name):
             old = f"shape {list(stored[name])}" if name in stored else "no such parameter"
             new = f"shape {list(expected[name])}" if name in expected else "no such parameter"
             raise CheckpointError(
-                f"{folder} is of another model: {name} has {old} there and {new} in "
+                f"{checkpoint.folder} is of another model: {name} has {old} there and {new} in "
                 "parallel3d.model; set the model back, or start a new run with another run.name"
             )
 
@@ -259,39 +254,36 @@ def boxes_to_fill(
             yield boxes
 
 
-# By index of the file: stored chunks, and the memory for the common part of each.
-Reads = dict[int, list[tuple[StoredChunk, Tensor]]]
-
-
-def add_reads(
-    reads: Reads, index: Index, name: str, kind: str, box: Box, out: Tensor, *, folder: Path
+def _fill(
+    checkpoint: FoundCheckpoint, index: Index, wanted: Iterable[tuple[str, str, Box, Tensor]]
 ) -> None:
-    """Add the reads that fill `out` [*box.shape].
+    """Read boxes of a checkpoint, file by file, in the order of the chunks.
+
+    - `wanted`: a parameter's name, a kind, a box, and the memory [*box.shape] for it.
 
     Raises CheckpointError if elements are missing.
     """
-    chunks = list(index.find(name, kind, box))
-    count = sum(stored.common.numel for stored in chunks)
-    if count != box.numel:
-        raise CheckpointError(
-            f"{folder} has {count} of {box.numel} elements of {name}'s {kind} at "
-            f"{list(box.offsets)}; use another checkpoint"
-        )
-    for stored in chunks:
-        part = out
-        for dim, (first, size) in enumerate(zip(*stored.common, strict=True)):
-            part = part.narrow(dim, first - box.offsets[dim], size)
-        reads[stored.file].append((stored, part))
-
-
-def read_all(checkpoint: FoundCheckpoint, reads: Reads) -> None:
-    """Do the reads file by file, in the order of the chunks."""
+    # By index of the file: stored chunks, and the memory for the common part of each.
+    reads: dict[int, list[tuple[StoredChunk, Tensor]]] = defaultdict(list)
+    for name, kind, box, out in wanted:
+        chunks = list(index.find(name, kind, box))
+        count = sum(stored.common.numel for stored in chunks)
+        if count != box.numel:
+            raise CheckpointError(
+                f"{checkpoint.folder} has {count} of {box.numel} elements of {name}'s {kind} at "
+                f"{list(box.offsets)}; use another checkpoint"
+            )
+        for stored in chunks:
+            part = out
+            for dim, (first, size) in enumerate(zip(*stored.common, strict=True)):
+                part = part.narrow(dim, first - box.offsets[dim], size)
+            reads[stored.file].append((stored, part))
     for number in sorted(reads):
         in_order = sorted(reads[number], key=lambda read: read[0].at)
         starts = {stored.chunk: stored.at for stored, _ in in_order}
         with ChunkFile(checkpoint.folder / checkpoint.files[number], starts) as file:
-            for stored, out in in_order:
-                file.read(stored.chunk, stored.common, out)
+            for stored, part in in_order:
+                file.read(stored.chunk, stored.common, part)
 
 
 def load_weights(
@@ -315,19 +307,17 @@ def load_weights(
     def read() -> None:
         index.check_tiling(checkpoint.folder, shapes_of(checkpoint.state))
         for h in held:
-            reads: Reads = defaultdict(list)
             with writing(h.parameter) as (flat, start), torch.no_grad():
                 # Elements beyond the end of the part are ZeRO's padding.
                 stop = min(start + flat.numel(), prod(h.cut.local_shape))
                 if stop <= start:
                     continue
                 masters = torch.empty(stop - start)
+                wanted = []
                 for box, at in global_boxes(h, start, stop):
                     out = masters[at : at + box.numel].view(box.shape)
-                    add_reads(
-                        reads, index, names[h.name], "master", box, out, folder=checkpoint.folder
-                    )
-                read_all(checkpoint, reads)
+                    wanted.append((names[h.name], "master", box, out))
+                _fill(checkpoint, index, wanted)
                 flat[: len(masters)].copy_(masters)
 
     agree(mesh, lambda: reading(read))

@@ -98,10 +98,7 @@ class DiskPlace(Place):
             self._on_first(lambda: self._publish(state, files, partial, folder))
             remove = disk.remove_checkpoint
             written = folder
-            own_files = {}
-            if self.hashed:
-                own_files = {name: files[name] for name in entries}
-            self._keep_newest(folder, own_files)
+            self._keep_newest(folder, merged([entries] if self.hashed else []))
         except TrainingError:
             with suppress(TrainingError):
                 self._on_first(lambda: remove(written))
@@ -111,7 +108,7 @@ class DiskPlace(Place):
         self, state: Mapping[str, Any], files: dict[str, Entry], partial: Path, folder: Path
     ) -> None:
         """Write the state and the manifest, and rename the folder. Called on rank 0 only."""
-        if self._tokenizer is not None:
+        if self._tokenizer and any(self._tokenizer.iterdir()):  # a corpus of ids has none
             disk.copy_folder(self._tokenizer, partial / TOKENIZER)
         disk.publish(partial, folder, state["step"], state_bytes(state), files)
         with suppress(OSError):  # only a hint for people
@@ -178,9 +175,6 @@ class DiskPlace(Place):
         """Verify a step on all ranks and return it. Collective."""
         return verify_on_all_ranks(self._folder / f"step-{step}", self._mesh)
 
-    def note_restart(self, step: int) -> None:
-        """Note nothing: `Attempts` of train/claim.py counts the launches of a run."""
-
     def forget_after(self, step: int) -> list[str]:
         """Rename checkpoints after `step` to step-N.rejected and return the new names. Collective.
 
@@ -200,9 +194,6 @@ class DiskPlace(Place):
 
         names: list[str] = on_first(self._mesh, rename)
         return names
-
-    def end(self) -> None:
-        """Leave the checkpoints of a finished run to the user."""
 
 
 def verify_on_all_ranks(path: Path, mesh: Mesh) -> FoundCheckpoint:

@@ -3,11 +3,10 @@
 `on_disk.py` is the folder of the run. The command that trains hands further places to a run.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from parallel3d.checkpoint.manifest import Entry
 
@@ -51,20 +50,20 @@ class FoundCheckpoint:
         return self.place.tier if self.place else "disk"
 
 
-class Place(ABC):
+class Place(Protocol):
     """Keeps checkpoints of one run. The ranks call its methods together."""
 
     tier: ClassVar[str]
     """Its name in the run's journal: "disk" or "memory"."""
     waits_for_others: ClassVar[bool]
     """True if a save here waits for one that is still being written at another place."""
-    hashed = True
+    hashed: bool = True
     """False if files are written without their digests."""
-    every = 0
+    every: int = 0
     """Steps between the saves here, besides those on disk."""
-    problem = ""
+    problem: str = ""
     """Why the newest save failed, the same on all ranks; "" if it did not."""
-    num_failures = 0
+    num_failures: int = 0
     """Number of newest saves that failed in a row."""
 
     @property
@@ -72,18 +71,15 @@ class Place(ABC):
         """True if so many saves failed that none is begun any more, and training must stop."""
         return False
 
-    @abstractmethod
     def missing_bytes(self, bytes_by_rank: Sequence[float]) -> int:
         """Return the bytes that this rank sees missing for another step; 0 if it fits.
 
         Not collective; may raise OSError.
         """
 
-    @abstractmethod
     def describe_missing(self, missing_bytes: int, num_bytes: int) -> str:
         """Return why a checkpoint of `num_bytes` is not saved."""
 
-    @abstractmethod
     def write(self, state: Mapping[str, Any], write_files: WriteFiles) -> None:
         """Save a step, maybe in a thread beside training. Collective.
 
@@ -104,26 +100,22 @@ class Place(ABC):
         self.num_failures += 1
         return self.report_failure()
 
-    @abstractmethod
     def report_failure(self) -> str:
         """Record in the journal that a save failed, and return a message for the user, or ""."""
 
-    @abstractmethod
     def steps(self) -> list[tuple[int, str]]:
         """Return the steps that it holds, each with what tells its versions apart. Collective."""
 
-    @abstractmethod
     def verify(self, step: int, version: str) -> FoundCheckpoint:
         """Read a step completely and return it. Collective.
 
         Raises CheckpointError on all ranks, with one line, if it cannot be used.
         """
 
-    @abstractmethod
     def note_restart(self, step: int) -> None:
         """Note that a run is about to load a step from here. Collective."""
+        return
 
-    @abstractmethod
     def forget_after(self, step: int) -> list[str]:
         """Forget the steps after `step`, which are no longer part of the run. Collective.
 
@@ -131,9 +123,9 @@ class Place(ABC):
         what was set aside for the user.
         """
 
-    @abstractmethod
     def end(self) -> None:
         """Remove what a run that has ended well does not need."""
+        return
 
 
 def merged(entries: Iterable[Entries]) -> dict[str, Entry]:

@@ -67,7 +67,9 @@ class Saver:
         self.places = places
         self._asynchronous = asynchronous
         self._say = say
-        self._shapes = {name: spec.shape for name, spec in named_params(layers).items()}
+        self._parameters = {
+            name: {"shape": list(spec.shape)} for name, spec in named_params(layers).items()
+        }
         self._runs = chunk_runs.runs_to_write(engine)
         chunks = [chunk for run in self._runs for chunk in run.chunks]
         self._header = header(chunks) if chunks else b""
@@ -209,6 +211,6 @@ class Saver:
     def _own_state(self) -> dict[str, object]:
         return {
             "format": FORMAT,
-            "parameters": {name: {"shape": list(s)} for name, s in self._shapes.items()},
+            "parameters": self._parameters,
             **self._engine.states.counters(),
         }

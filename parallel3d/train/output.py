@@ -225,21 +225,21 @@ class Output:
         self.writer: MetricsWriter | None = None
         self.progress: Progress | None = None
         self._attempts = Attempts(self.directory, start.settings, start.digest)
-        tokenizer = start.corpus.tokenizer_directory
         on_disk, *others = start.places
         if names := on_disk.forget_after(step):
             console.print(f"resume  set aside, no longer part of the run: {', '.join(names)}")
-        on_first(mesh, lambda: self._begin(start))
+        on_first(mesh, self._begin)
+        loaded_from = start.checkpoint.place if start.checkpoint else None
         for place in others:
-            goes_on = start.checkpoint is not None and start.checkpoint.place is place
-            place.forget_after(step if goes_on else -1)
-        on_first(mesh, lambda: self._copy_tokenizer(tokenizer))
+            place.forget_after(step if place is loaded_from else -1)
+        on_first(mesh, self._copy_tokenizer)
         if mesh.rank == 0:
             self.progress = Progress(config.num_steps, config.steps_per_print, console, step)
             trackers = Trackers(config, self.directory, step=step, say=self.progress.say)
             self.writer = MetricsWriter(self.directory, trackers, self.progress.say)
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self) -> None:
+        start = self._start
         config = start.config
         step = start.position.step
         with written_to(self.directory):
@@ -268,8 +268,9 @@ class Output:
                 hardware=known.name if known else None,
             )
 
-    def _copy_tokenizer(self, tokenizer: Path) -> None:
+    def _copy_tokenizer(self) -> None:
         """Copy the tokenizer into the run's folder, because a cache may be emptied."""
+        tokenizer = self._start.corpus.tokenizer_directory
         own = self.directory / TOKENIZER
         if own.exists() or not any(tokenizer.iterdir()):
             return

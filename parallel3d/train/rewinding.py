@@ -35,9 +35,6 @@ class Rewinder:
         self._mesh = mesh
         self._parts = parts
         self._saver = saver
-        places = saver.places if saver else ()
-        self._disk = places[0] if saver else None
-        self._others = places[1:]
         self._say = say
         self._wrong_at = -1
         """The last step whose bits were wrong."""
@@ -56,22 +53,21 @@ class Rewinder:
         train = self._start.config.train
         self._mesh.set_timeouts(_TIMEOUT_SECONDS)
         self.finish_saves()
-        for place in self._others:
+        places = self._start.places
+        for place in places[1:]:
             place.forget_after(-1)
         reason = ""
         if isinstance(error, WrongBits):
             reason = self._distrust(number, error, vouched)
-        checkpoint = self._start.on_disk
-        if self._disk:
-            checkpoint = find_newest([self._disk])[0] or checkpoint
+        checkpoint = find_newest(places)[0] or self._start.on_disk
         if checkpoint is None:
             raise TrainingError(
                 f"{reason}Step {number + 1} has no checkpoint before it to rewind to; all ranks "
                 "stop. Lower checkpoint.every, or set train.on_nonfinite, train.on_spike and "
                 "train.check_bits.on_wrong to other values"
             )
-        if self._disk:
-            self._disk.forget_after(checkpoint.step)
+        for place in places:
+            place.forget_after(checkpoint.step)
         parts = self._parts
         load(checkpoint, engine=parts.engine, mesh=self._mesh, layers=parts.layers)
         self._mesh.set_timeouts(train.timeout_seconds)
@@ -88,10 +84,9 @@ class Rewinder:
         """
         reason = f"after step {number + 1} {error}"
         self.record("wrong_bits", step=number + 1, reason=reason)
-        if self._disk:
-            names = self._disk.forget_after(vouched)
-            if names:
-                reason += f". Set aside: {', '.join(names)}"
+        names = [name for place in self._start.places for name in place.forget_after(vouched)]
+        if names:
+            reason += f". Set aside: {', '.join(names)}"
         on_wrong = self._start.config.train.check_bits.on_wrong
         if on_wrong == "stop" or number <= self._wrong_at:
             raise TrainingError(f"{reason}. All ranks stop")

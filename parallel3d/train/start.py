@@ -105,13 +105,12 @@ def find_start(
         console.print(note)
     say = console.print
     tokenizer = corpus.tokenizer_directory
-    has_tokenizer = any(tokenizer.iterdir())  # a corpus of ids has none
     disk = DiskPlace(
         mesh,
         folder / "checkpoints",
         keep=block.checkpoint.keep,
         always=block.checkpoint.at,
-        tokenizer=tokenizer if has_tokenizer else None,
+        tokenizer=tokenizer,
     )
     places = [disk, *open_places(block.checkpoint, mesh, nodes, folder, say)]
     checkpoint, rejected = _find_checkpoint(config, mesh, places, folder if exists else None, say)

@@ -311,6 +311,7 @@ class CaseRun:
             closing(MetricsWriter(Path(own))) as writer,
             patch.object(disk, "write_file", write_late),
         ):
+            places = [DiskPlace(self.mesh, saves)] if saves else []
             start = Start(
                 config=self.config,
                 settings={},
@@ -318,10 +319,10 @@ class CaseRun:
                 digest="",
                 corpus=self.corpus,
                 position=position,
+                places=places,
             )
             saver = None
             if saves:
-                places = [DiskPlace(self.mesh, saves)]
                 saver = Saver(parts.engine, self.mesh, parts.layers, places, asynchronous=behind)
             observed_trainer(start, self.mesh, parts, writer=writer, saver=saver).run()
             return [json.loads(line) for line in writer.path.read_text().splitlines()]

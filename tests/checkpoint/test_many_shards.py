@@ -100,7 +100,7 @@ def test_work_of_a_rank_does_not_grow_with_the_number_of_shards(count, tmp_path,
     """It opens its own file to hash it, to see that it is what its name says, and for the index."""
     folder, shards = write(tmp_path, count)
     headers = [
-        json.dumps(loading._packed_rows(folder, shards, SHAPES, Rank(rank, count), KINDS))
+        json.dumps(loading._packed_rows(folder, {rank: shards[rank]}, SHAPES, KINDS))
         for rank in range(count)
     ]
     opened = Counter()

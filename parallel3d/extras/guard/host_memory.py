@@ -8,6 +8,7 @@ and the manifest of the whole checkpoint. docs/checkpoint.md describes the folde
 import json
 import os
 import stat
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -202,7 +203,7 @@ class HostMemory(Place):
         steps: set[tuple[int, str]] = set()
         for of_rank in gather_json(self._mesh, own, aside=True):
             steps.update((step, digest) for step, digest in of_rank)
-        return sorted(steps)
+        return sorted(steps, reverse=True)
 
     def verify(self, step: int, version: str) -> FoundCheckpoint:
         """Return a step whose files all have an intact copy on some host. Collective.
@@ -223,17 +224,15 @@ class HostMemory(Place):
             if reason:
                 record("copy_rejected", step=step, file=name, reason=reason)
                 (folder / name).unlink(missing_ok=True)
-        holders: dict[str, list[int]] = {}
+        holders: dict[str, list[int]] = defaultdict(list)
         for rank, of_rank in enumerate(gather_json(self._mesh, reasons, aside=True)):
             for name, reason in of_rank.items():
-                names_holders = holders.setdefault(name, [])
                 if not reason:
-                    names_holders.append(rank)
-        files, state = self._read(folder, manifest, holders.get(STATE, ()))
+                    holders[name].append(rank)
+        files, state = self._read(folder, manifest, holders[STATE])
         for name in sorted(files):
-            _require_copy(name, holders.get(name, ()))
-        intact = {name for name, ranks in holders.items() if {*ranks} & {*self._here}}
-        fetch = partial(self._fetch, holders, intact, Manifest(step, files))
+            _require_copy(name, holders[name])
+        fetch = partial(self._fetch, holders, Manifest(step, files))
         return FoundCheckpoint(folder, tensor_files(files), state, Copies(holders, fetch), self)
 
     def _read(
@@ -257,12 +256,13 @@ class HostMemory(Place):
     def _fetch(
         self,
         holders: Mapping[str, Sequence[int]],
-        intact: Collection[str],
         manifest: Manifest,
         names: Collection[str],
     ) -> None:
         """Copy the files that each rank needs to its host, once per host."""
-        wanted = gather_json(self._mesh, sorted({*names, STATE} - {*intact}), aside=True)
+        own = sorted({*names, STATE})
+        missing_here = [name for name in own if not {*holders[name]} & {*self._here}]
+        wanted = gather_json(self._mesh, missing_here, aside=True)
         plan: dict[tuple[int, str], tuple[str, int, int]] = {}
         for rank, missing in enumerate(wanted):
             for name in missing:

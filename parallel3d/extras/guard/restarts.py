@@ -59,11 +59,6 @@ class Restarts:
         """The recorded name; "" if there is none."""
         return self._read().name
 
-    def remove(self) -> None:
-        """Remove the record: the run goes on without steps in memory."""
-        with suppress(OSError):
-            (self._folder / MEMORY_FILE).unlink(missing_ok=True)
-
     def _read(self) -> MemoryRecord:
         """Return the record; a new one if it is damaged, missing, or of another folder."""
         try:
