@@ -16,7 +16,6 @@ committed are run again. All of it takes about 5 minutes a commit on two idle co
 """
 
 import argparse
-import fcntl
 import json
 import shutil
 import sys
@@ -28,7 +27,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.commits import commands, speed
-from benchmarks.commits.checkout import Checkout, CommandFailed, Place, checkout_of
+from benchmarks.commits.checkout import (
+    Checkout,
+    CommandFailed,
+    Place,
+    checkout_of,
+    one_at_a_time,
+)
 from benchmarks.commits.recording import first_difference
 from benchmarks.commits.runs import (
     RESUMED,
@@ -91,8 +96,7 @@ def recorded(place: Place, case: str, record: Record, without: frozenset[str]) -
     The results of a case are complete once the file `<case>/done` is there.
     """
     done = place.results / case / "done"
-    with (place.work.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another comparison may run the same commit
+    with one_at_a_time(place.work.parent / "lock"):  # another comparison may run the same commit
         if done.exists():
             return ""
         shutil.rmtree(place.results / case, ignore_errors=True)

@@ -1,5 +1,6 @@
 """A checkout whose commands are run, each in a process of its own that imports its code."""
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -120,6 +121,14 @@ def run(
             f"{' '.join(command)} in {folder} ended with {done.returncode}:\n{said}"
         )
     return done
+
+
+@contextmanager
+def one_at_a_time(lock: Path) -> Iterator[None]:
+    """Run the body while no other process is in one with the same lock file."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def free_port() -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commits.checkout import Place
+from benchmarks.commits.checkout import CommandFailed, Place, one_at_a_time
 from benchmarks.commits.recording import MEASURED, checksums, json_lines, rows, untimed
 
 STEPS = 4
@@ -252,10 +252,17 @@ def record_run(place: Place, name: str, without: frozenset[str]) -> None:
 def stopped(place: Place, name: str) -> Path:
     """Return the folder of a run that was stopped after a checkpoint, after training it."""
     folder = place.work.parent / "stopped" / name
-    if not folder.exists():
-        there = Place(place.checkout, place.shared, place.work.parent / "stopping", place.results)
-        there.work.mkdir(exist_ok=True)
+    there = Place(place.checkout, place.shared, place.work.parent / "stopping", place.results)
+    with one_at_a_time(there.work.with_suffix(".lock")):
+        if folder.exists():
+            return folder
+        # What an interrupted comparison left there would be resumed, and would not stop.
+        shutil.rmtree(there.work, ignore_errors=True)
+        there.work.mkdir()
         made = BY_NAME[name].start(there, "--train.stop_after", str(STOP_AFTER))
+        steps = len((made / "metrics.jsonl").read_text().splitlines())
+        if steps != STOP_AFTER:
+            raise CommandFailed(f"{made} did {steps} steps, not {STOP_AFTER}")
         folder.parent.mkdir(exist_ok=True)
         shutil.move(made, folder)
     return folder
