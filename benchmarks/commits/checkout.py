@@ -65,7 +65,7 @@ class Place:
         return self.python(self.checkout.folder / "launch" / f"{name}.py", *words, check=check)
 
     def launch(
-        self, launcher: str, ranks: int, name: str, *words: object
+        self, launcher: str, ranks: int, name: str, *words: object, check: bool = True
     ) -> "subprocess.CompletedProcess[str]":
         """Run launch/NAME.py on several ranks, started by "deepspeed" or "torchrun"."""
         port = f"--master_port={free_port()}"
@@ -73,7 +73,7 @@ class Place:
         program = str(Path(sys.executable).with_name(launcher))
         script = str(self.checkout.folder / "launch" / f"{name}.py")
         command = [program, port, f"{count}={ranks}", script, *map(str, words)]
-        return run(command, self.work, self.environment)
+        return run(command, self.work, self.environment, check)
 
     @property
     def environment(self) -> dict[str, str]:
