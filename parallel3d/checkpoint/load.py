@@ -41,6 +41,17 @@ class StoredChunk(NamedTuple):
     """The part that is read, in the coordinates of the whole parameter."""
 
 
+class Wanted(NamedTuple):
+    """A box of a parameter that a rank reads."""
+
+    name: str
+    kind: str
+    box: Box
+    """In the coordinates of the whole parameter."""
+    out: Tensor
+    """The memory for it, [*box.shape]."""
+
+
 class Index:
     """The positions of the chunks of some parameters."""
 
@@ -177,10 +188,7 @@ def load(
     def read() -> None:
         index.check_tiling(checkpoint.folder, shapes_of(checkpoint.state))
         for boxes in boxes_to_fill(engine, originals):
-            wanted = []
-            for name, box, outs in boxes:
-                wanted += [(name, kind, box, out) for kind, out in outs.items()]
-            _fill(checkpoint, index, wanted)
+            _fill(checkpoint, index, boxes)
 
     agree(mesh, lambda: reading(read))
     engine.states.finish_loading()
@@ -231,13 +239,8 @@ def _check_parameters(checkpoint: FoundCheckpoint, layers: Sequence[LayerSpec]) 
             )
 
 
-def boxes_to_fill(
-    engine: Engine, originals: Mapping[str, str]
-) -> Iterator[list[tuple[str, Box, dict[str, Tensor]]]]:
-    """Yield, block by block, the boxes that this rank holds and their memory.
-
-    Each is a parameter's name, a box in the whole parameter, and a tensor [*box.shape] to write to
-    by kind.
+def boxes_to_fill(engine: Engine, originals: Mapping[str, str]) -> Iterator[list[Wanted]]:
+    """Yield, block by block, the boxes that this rank holds.
 
     - `originals`: the name under which a tied weight is stored, by its other names.
     """
@@ -247,25 +250,20 @@ def boxes_to_fill(
             for piece, kinds in zip(block, tensors, strict=True):
                 name = originals.get(piece.held.name, piece.held.name)
                 for box, at in global_boxes(piece.held, piece.start, piece.start + piece.numel):
-                    outs = {}
                     for kind, flat in kinds.items():
-                        outs[kind] = flat[at : at + box.numel].view(box.shape)
-                    boxes.append((name, box, outs))
+                        out = flat[at : at + box.numel].view(box.shape)
+                        boxes.append(Wanted(name, kind, box, out))
             yield boxes
 
 
-def _fill(
-    checkpoint: FoundCheckpoint, index: Index, wanted: Iterable[tuple[str, str, Box, Tensor]]
-) -> None:
+def _fill(checkpoint: FoundCheckpoint, index: Index, boxes: Iterable[Wanted]) -> None:
     """Read boxes of a checkpoint, file by file, in the order of the chunks.
-
-    - `wanted`: a parameter's name, a kind, a box, and the memory [*box.shape] for it.
 
     Raises CheckpointError if elements are missing.
     """
     # By index of the file: stored chunks, and the memory for the common part of each.
     reads: dict[int, list[tuple[StoredChunk, Tensor]]] = defaultdict(list)
-    for name, kind, box, out in wanted:
+    for name, kind, box, out in boxes:
         chunks = list(index.find(name, kind, box))
         count = sum(stored.common.numel for stored in chunks)
         if count != box.numel:
@@ -313,11 +311,11 @@ def load_weights(
                 if stop <= start:
                     continue
                 masters = torch.empty(stop - start)
-                wanted = []
+                boxes = []
                 for box, at in global_boxes(h, start, stop):
                     out = masters[at : at + box.numel].view(box.shape)
-                    wanted.append((names[h.name], "master", box, out))
-                _fill(checkpoint, index, wanted)
+                    boxes.append(Wanted(names[h.name], "master", box, out))
+                _fill(checkpoint, index, boxes)
                 flat[: len(masters)].copy_(masters)
 
     agree(mesh, lambda: reading(read))

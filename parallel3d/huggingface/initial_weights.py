@@ -63,8 +63,9 @@ def load_weights(
     def read() -> None:
         weights = PublishedWeights(folder, config)
         for boxes in boxes_to_fill(engine, tied_names(layers)):
-            for name, box, outs in boxes:
-                weights.read(name, box, outs["master"])
+            for name, kind, box, out in boxes:
+                if kind == "master":
+                    weights.read(name, box, out)
 
     agree(mesh, lambda: reading(read))
     engine.states.finish_loading()
