@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -11,9 +11,19 @@ from parallel3d.base import explain, reader
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.section import Problem, Problems, raise_if_any
 from parallel3d.config import arithmetic, checks
+from parallel3d.config.data import DataConfig
 from parallel3d.config.normalise import apply_overrides, normalise
-from parallel3d.config.parallel3d_block import PLAN, Positive
+from parallel3d.config.parallel3d_block import (
+    PLAN,
+    CheckpointConfig,
+    MeshConfig,
+    OutputConfig,
+    PipelineConfig,
+    Positive,
+    TrainConfig,
+)
 from parallel3d.config.run_settings import RunSettings
+from parallel3d.model.config import ModelConfig
 
 # Settings of output, stopping and speed, which do not affect what is trained.
 _NOT_TRAINED = (
@@ -95,6 +105,65 @@ class RunConfig(RunSettings):
             first = config.train.batch_schedule[0][1]
             config = config.model_copy(update={"train_batch_size": first})
         return config._fitted()._checked(source=source)._with_valid_fallbacks(source)
+
+    @property
+    def is_planned(self) -> bool:
+        """True if the mesh is "plan": the planner has not chosen it yet."""
+        return self.parallel3d.mesh == PLAN
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """Ranks per axis; raises ConfigError if the planner has not chosen them yet."""
+        if isinstance(self.parallel3d.mesh, MeshConfig):
+            return self.parallel3d.mesh
+        raise Problems(
+            [
+                Problem(
+                    "parallel3d.mesh",
+                    PLAN,
+                    "the mesh is not planned yet",
+                    "use the first that `parallel3d plan` prints",
+                )
+            ]
+        )
+
+    @property
+    def pipeline(self) -> PipelineConfig:
+        """How microbatches pass through the pipeline's stages."""
+        return self.parallel3d.pipeline
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's settings, the `Config` of its family."""
+        model: ModelConfig = self.parallel3d.model
+        return model
+
+    @property
+    def data(self) -> DataConfig:
+        """The corpus, its tokenizer, and how it is cut into samples."""
+        return self.parallel3d.data
+
+    @property
+    def train(self) -> TrainConfig:
+        """Length, seed, learning rate and evaluation of the run."""
+        return self.parallel3d.train
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        """When the run saves, and what it resumes from."""
+        return self.parallel3d.checkpoint
+
+    @property
+    def run(self) -> OutputConfig:
+        """Name, folder and trackers of the run."""
+        return self.parallel3d.run
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Data type of parameters and activations in training."""
+        if self.fp16.enabled:
+            return "fp16"
+        return "bf16" if self.bf16.enabled else "fp32"
 
     def resolve(self, world_size: int) -> "ResolvedConfig":
         """Return the config for `world_size` ranks: mesh, batch sizes and, of max_tokens, steps.
@@ -244,7 +313,7 @@ class ResolvedConfig(RunConfig):
     @property
     def global_batch_size(self) -> int:
         """Samples per step, over all ranks."""
-        return self.micro_batch_size * self.num_microbatches * self.mesh.sizes.dp
+        return self.train_batch_size
 
     @property
     def tokens_per_step(self) -> int:

@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator
 
 from parallel3d.base.masking import mask_values
-from parallel3d.base.section import Problem, Problems, Section, Size
+from parallel3d.base.section import Section, Size
 from parallel3d.config import deepspeed, deepspeed_keys, parallel3d_block
-from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import (
     AioConfig,
     Bf16Config,
@@ -25,17 +24,10 @@ from parallel3d.config.monitors import (
     WandbConfig,
 )
 from parallel3d.config.parallel3d_block import (
-    PLAN,
-    CheckpointConfig,
-    MeshConfig,
-    OutputConfig,
     Parallel3DConfig,
-    PipelineConfig,
     Positive,
-    TrainConfig,
 )
 from parallel3d.config.scheduler import SCHEDULER
-from parallel3d.model.config import ModelConfig
 
 
 class RunSettings(Section):
@@ -93,65 +85,6 @@ class RunSettings(Section):
     def settings(self) -> dict[str, object]:
         """DeepSpeed's settings and those of the "parallel3d" block, in one dictionary."""
         return dict(self) | dict(self.parallel3d)
-
-    @property
-    def is_planned(self) -> bool:
-        """True if the mesh is "plan": the planner has not chosen it yet."""
-        return self.parallel3d.mesh == PLAN
-
-    @property
-    def mesh(self) -> MeshConfig:
-        """Ranks per axis; raises ConfigError if the planner has not chosen them yet."""
-        if isinstance(self.parallel3d.mesh, MeshConfig):
-            return self.parallel3d.mesh
-        raise Problems(
-            [
-                Problem(
-                    "parallel3d.mesh",
-                    PLAN,
-                    "the mesh is not planned yet",
-                    "use the first that `parallel3d plan` prints",
-                )
-            ]
-        )
-
-    @property
-    def pipeline(self) -> PipelineConfig:
-        """How microbatches pass through the pipeline's stages."""
-        return self.parallel3d.pipeline
-
-    @property
-    def model(self) -> ModelConfig:
-        """The model's settings, the `Config` of its family."""
-        model: ModelConfig = self.parallel3d.model
-        return model
-
-    @property
-    def data(self) -> DataConfig:
-        """The corpus, its tokenizer, and how it is cut into samples."""
-        return self.parallel3d.data
-
-    @property
-    def train(self) -> TrainConfig:
-        """Length, seed, learning rate and evaluation of the run."""
-        return self.parallel3d.train
-
-    @property
-    def checkpoint(self) -> CheckpointConfig:
-        """When the run saves, and what it resumes from."""
-        return self.parallel3d.checkpoint
-
-    @property
-    def run(self) -> OutputConfig:
-        """Name, folder and trackers of the run."""
-        return self.parallel3d.run
-
-    @property
-    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """Data type of parameters and activations in training."""
-        if self.fp16.enabled:
-            return "fp16"
-        return "bf16" if self.bf16.enabled else "fp32"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as one JSON object with all defaults; `from_dict` reads it back."""
