@@ -60,12 +60,16 @@ class DeviceClock:
         first = self._marks[0][1] if self._marks else end
         if self._device.type == "cpu":
             started = first + time.time() - time.perf_counter()
-            spans = [Span(action, a - first, b - first) for action, a, b in self._marks]
-            return started, started + end - first, spans
-        end.synchronize()
-        assert self._first_seen is not None
-        spans = [
-            Span(action, first.elapsed_time(a) / 1e3, first.elapsed_time(b) / 1e3)
-            for action, a, b in self._marks
-        ]
-        return self._first_seen, self._first_seen + first.elapsed_time(end) / 1e3, spans
+        else:
+            end.synchronize()
+            assert self._first_seen is not None
+            started = self._first_seen
+
+        def since(mark: Any) -> float:
+            """Return the seconds from the first mark to another."""
+            if self._device.type == "cpu":
+                return float(mark - first)
+            return float(first.elapsed_time(mark) / 1e3)
+
+        spans = [Span(action, since(a), since(b)) for action, a, b in self._marks]
+        return started, started + since(end), spans

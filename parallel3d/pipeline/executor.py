@@ -82,6 +82,9 @@ class ProgramRunner(ABC):
 
     - `hidden_shape`: the shape of the messages between stages, [batch, seq / cp, hidden], or
       [batch, seq / cp / tp, hidden] under sequence parallelism.
+    - `make_schedule`: returns the schedule for another number of microbatches. It is called once
+      for each number that `run` gets, and `run` raises what it raises, on all ranks. Without it
+      every batch must have `schedule.num_microbatches`.
     - `methods`: runs an operation, for a stage and a microbatch.
     - `on_message`: called with each message, before this rank sends it or once it is received.
     - `timed`: if set, `run` waits for the device and sets `spans`, each action's seconds since
@@ -96,19 +99,16 @@ class ProgramRunner(ABC):
         *,
         key: RandomKey,
         hidden_shape: tuple[int, ...],
+        make_schedule: Callable[[int], Schedule] | None = None,
     ) -> None:
         self.mesh = mesh
         self.engine = engine
         self._key = key
         self._hidden_shape = hidden_shape
+        self._make_schedule = make_schedule
+        self._schedules = {schedule.num_microbatches: schedule}
         self.last_stage = schedule.num_stages - 1
-        self.methods: dict[Op, Callable[[int, int], None]] = {
-            Op.F: self._forward,
-            Op.SEND_F: self._send_forward,
-            Op.RECV_F: self._receive_forward,
-            Op.GATHER: lambda stage, _: engine.gather(stage),
-            Op.RELEASE: lambda stage, _: engine.release(stage),
-        }
+        self.methods = self._operations()
         self._use(schedule)
         self._no_loss = torch.zeros((), device=mesh.device)
         self.batch: list[Microbatch] = []
@@ -119,6 +119,15 @@ class ProgramRunner(ABC):
         self.spans: list[Span] = []
         self.started = 0.0
         self.ended = 0.0
+
+    def _operations(self) -> dict[Op, Callable[[int, int], None]]:
+        return {
+            Op.F: self._forward,
+            Op.SEND_F: self._send_forward,
+            Op.RECV_F: self._receive_forward,
+            Op.GATHER: lambda stage, _: self.engine.gather(stage),
+            Op.RELEASE: lambda stage, _: self.engine.release(stage),
+        }
 
     @abstractmethod
     def _forward(self, stage: int, microbatch: int) -> None:
@@ -133,8 +142,21 @@ class ProgramRunner(ABC):
         self.schedule = schedule
         self._program = schedule.programs[self.mesh.pipeline.coord]
 
+    def schedule_for(self, num_microbatches: int) -> Schedule:
+        """Return the schedule of a batch; raise ScheduleError if it cannot run."""
+        schedule = self._schedules.get(num_microbatches)
+        if schedule is None:
+            assert self._make_schedule, f"needs {self.schedule.num_microbatches} microbatches"
+            schedule = self._make_schedule(num_microbatches)
+            placement = self.schedule.pp_coord_of_stage
+            assert schedule.pp_coord_of_stage == placement, "stages would move to other ranks"
+            self._schedules[num_microbatches] = schedule
+        return schedule
+
     def _begin(self, batch: list[Microbatch], step: int) -> None:
         """Take a batch, on whose step the dropout masks depend."""
+        if len(batch) != self.schedule.num_microbatches:
+            self._use(self.schedule_for(len(batch)))
         self.batch = batch
         self._key.step = step
         self.flow = Flow()
@@ -225,10 +247,6 @@ class ProgramRunner(ABC):
 class Executor(ProgramRunner):
     """Trains: executes this rank's program of `schedule`, one batch after another.
 
-    - `make_schedule`: returns the schedule for another number of microbatches. It is called once
-      for each number that `run` gets, and `run` raises what it raises, on all ranks. Without it
-      every batch must have `schedule.num_microbatches`.
-
     A program that splits backwards (I and W) needs gradients that are reduced once per step
     (config/mesh_checks.py).
 
@@ -251,41 +269,27 @@ class Executor(ProgramRunner):
         B2       all gradients are complete        SEND_B2
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        mesh: Mesh,
-        engine: Engine,
-        *,
-        key: RandomKey,
-        hidden_shape: tuple[int, ...],
-        make_schedule: Callable[[int], Schedule] | None = None,
-    ) -> None:
-        super().__init__(schedule, mesh, engine, key=key, hidden_shape=hidden_shape)
-        self._make_schedule = make_schedule
-        self._schedules = {schedule.num_microbatches: schedule}
-        self.methods |= {
+    side_losses: dict[str, Tensor]
+    """For each name the sum over this rank's layers, [], as a mean over the microbatches."""
+    _divisor: Tensor | int
+
+    def _operations(self) -> dict[Op, Callable[[int, int], None]]:
+        return super()._operations() | {
             Op.B: self.backward,
             Op.I: self._input_gradient,
             Op.W: self._weight_gradient,
             Op.SEND_B: self._send_backward,
             Op.RECV_B: self._receive_backward,
-            Op.REDUCE: lambda stage, _: engine.reduce(stage),
+            Op.REDUCE: lambda stage, _: self.engine.reduce(stage),
         }
-        assert self.methods.keys() == set(Op)
-        self._divisor: Tensor | int = 1
-        self.side_losses: dict[str, Tensor] = {}
 
     def run(self, batch: list[Microbatch], step: int = 0) -> Tensor:
         """Run the program over one batch; gradients are ready for `engine.step` afterwards.
 
         Return the mean loss [] on the device, or 0 on ranks without the last stage. Its mean over
         the replicas is the batch's mean loss (divided by the sum of all weights, if there are any).
-        Ranks whose layers have side losses set `side_losses`: for each name the sum over these
-        layers, [], as a mean over the microbatches.
+        Ranks whose layers have side losses set `side_losses`.
         """
-        if len(batch) != self.schedule.num_microbatches:
-            self._use(self.schedule_for(len(batch)))
         self._begin(batch, step)
         self._divisor = self._losses_divisor(batch)
         name = f"step {step + 1}"
@@ -297,17 +301,6 @@ class Executor(ProgramRunner):
             for name, values in self.flow.side_values.items()
         }
         return self._mean_loss()
-
-    def schedule_for(self, num_microbatches: int) -> Schedule:
-        """Return the schedule of a batch; raise ScheduleError if it cannot run."""
-        schedule = self._schedules.get(num_microbatches)
-        if schedule is None:
-            assert self._make_schedule, f"needs {self.schedule.num_microbatches} microbatches"
-            schedule = self._make_schedule(num_microbatches)
-            placement = self.schedule.pp_coord_of_stage
-            assert schedule.pp_coord_of_stage == placement, "stages would move to other ranks"
-            self._schedules[num_microbatches] = schedule
-        return schedule
 
     def _use(self, schedule: Schedule) -> None:
         super()._use(schedule)
@@ -406,12 +399,11 @@ class Evaluator(ProgramRunner):
     token_losses: Tensor | None = None
 
     def run(self, batch: list[Microbatch]) -> Tensor:
-        """Run the program over one batch, whose number of microbatches is the schedule's.
+        """Run the program over one batch.
 
         Return the mean loss [] on the device, or 0 on ranks without the last stage. Ranks with the
         last stage set `token_losses` [microbatches, batch, seq].
         """
-        assert len(batch) == self.schedule.num_microbatches
         self._begin(batch, 0)
         with self._timing():
             self._run_program("an evaluation")

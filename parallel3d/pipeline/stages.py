@@ -14,7 +14,7 @@ from parallel3d.base.section import Problem, Problems
 from parallel3d.engine import EngineSettings, HeldParameter, building, writing
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.recompute import NONE, Recompute
-from parallel3d.model.spec import LayerSpec, Shape, tied_names
+from parallel3d.model.spec import LayerSpec, Shape, named_params, tied_names
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import Schedule
 from parallel3d.tensor.attention import CausalAttention
@@ -72,7 +72,7 @@ class Stages(nn.Module):
         - `on_input_grad`: called in the backward with the stage, the index of a layer whose input
           has its gradient, and that; the gradients of all later layers are then complete.
         """
-        layers = list(self.stages[str(stage)].children())
+        layers = list(self.layers[stage])
         last = layers.pop() if labels is not None else None
         side_losses: list[tuple[str, SideLoss]] = []
         hooks = self._on_host.hooks() if self._on_host else nullcontext()
@@ -238,15 +238,14 @@ def _tie(
 ) -> list[HeldParameter]:
     """Make tied weights one parameter if both copies are on this rank; otherwise mark them."""
     by_name = {h.name: h for h in held}
-    cuts = {}
-    for layer in layers:
-        for spec in layer.params:
-            cuts[f"{layer.name}.{spec.name}"] = spec.cut_over
+    originals = named_params(layers)
     for layer in layers:
         for copy_name, original in layer.tied:
             copy = f"{layer.name}.{copy_name}"
-            # Ranks at equal places of their stages sum the gradients of the two copies.
-            assert cuts[copy] == cuts[original], f"{copy} and {original} are cut differently"
+            if copy in by_name:
+                # Ranks at equal places of their stages sum the gradients of the two copies.
+                is_alike = by_name[copy].spec.cut_over == originals[original].cut_over
+                assert is_alike, f"{copy} and {original} are cut differently"
             if copy in by_name and original in by_name:
                 path, _, attribute = copy_name.rpartition(".")
                 owner: object = modules[layer.name].get_submodule(path)
