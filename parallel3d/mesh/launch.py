@@ -51,12 +51,9 @@ class Launch:
     def _of_launcher(cls) -> "Launch":
         """Read the variables of torchrun or deepspeed."""
         world_size = _number("WORLD_SIZE", least=1)
-        # torchrun's name, then deepspeed's; without either, all ranks may be on this node.
-        local_world_size = world_size
-        if "LOCAL_WORLD_SIZE" in os.environ:
-            local_world_size = _number("LOCAL_WORLD_SIZE", least=1, most=world_size)
-        elif "LOCAL_SIZE" in os.environ:
-            local_world_size = _number("LOCAL_SIZE", least=1, most=world_size)
+        # torchrun's name, else deepspeed's; without either, all ranks may be on this node.
+        name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "LOCAL_SIZE"
+        local_world_size = _number(name, default=world_size, least=1, most=world_size)
         restarts = _number("TORCHELASTIC_RESTART_COUNT", default=0)
         most_restarts = _number("TORCHELASTIC_MAX_RESTARTS", default=0)
         is_elastic = _LAUNCHERS["torchrun"] in os.environ and _has_range_of_nodes()
@@ -77,7 +74,7 @@ class Launch:
     def _of_srun(cls) -> "Launch":
         """Read the variables of srun."""
         world_size = _number("SLURM_NTASKS")
-        local_rank = _number("SLURM_LOCALID")
+        local_rank = _number("SLURM_LOCALID", most=world_size - 1)
         if "MASTER_ADDR" not in os.environ:
             raise ConfigError(
                 "under srun, MASTER_ADDR is not set: set it to the first node's host name, "
@@ -86,7 +83,7 @@ class Launch:
         return cls(
             rank=_number("SLURM_PROCID", most=world_size - 1),
             world_size=world_size,
-            local_rank=_number("SLURM_LOCALID", most=world_size - 1),
+            local_rank=local_rank,
             local_world_size=_tasks_on_this_node(least=local_rank + 1, most=world_size),
             jobs=jobs_of_this_process(),
         )

@@ -284,7 +284,7 @@ class Mesh:
 
     def picture(self) -> str:
         """Return the mesh as text: a column per pipeline coordinate, a row per dp coordinate."""
-        return draw_mesh(self._grid.tolist())
+        return draw_mesh(self._grid)
 
     def close(self) -> None:
         """Leave the process group; otherwise torch ends the process with an abort.
@@ -301,16 +301,17 @@ class Mesh:
 _LIMIT = 8  # rows and columns shown; a longer axis shows only its ends
 
 
-def draw_mesh(grid: Sequence[Sequence[Sequence[Sequence[int]]]]) -> str:
-    """Draw the ranks `grid[pp][dp][cp][tp]`: a column for each pp coordinate, a row for each dp.
+def draw_mesh(grid: torch.Tensor) -> str:
+    """Draw the ranks `grid` [pp, dp, cp, tp]: a column for each pp coordinate, a row for each dp.
 
     A cell holds the tp groups of its cp coordinates.
     """
-    sizes = MeshSizes(pp=len(grid), dp=len(grid[0]), cp=len(grid[0][0]), tp=len(grid[0][0][0]))
+    pp, dp, cp, tp = grid.shape
+    sizes = MeshSizes(pp=pp, dp=dp, cp=cp, tp=tp)
     columns = _shown(sizes.pp)
     table = [["", *("" if p is None else f"pp {p}" for p in columns)]]
     for d in _shown(sizes.dp):
-        cells = ["·" if p is None or d is None else _cell(grid[p][d]) for p in columns]
+        cells = ["·" if p is None or d is None else _cell(grid[p, d].tolist()) for p in columns]
         table.append(["" if d is None else f"dp {d}", *cells])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     ranks = "1 rank" if sizes.ranks == 1 else f"{sizes.ranks} ranks"

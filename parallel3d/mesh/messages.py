@@ -65,25 +65,28 @@ class Messages:
         numbers: list[float] = total.tolist()
         return numbers
 
-    def gather_texts(self, text: str, aside: bool = False) -> list[str]:
+    def gather_texts(
+        self, text: str, aside: bool = False, group: dist.ProcessGroup | None = None
+    ) -> list[str]:
         """Return every rank's text, in the order of global ranks.
 
         - `aside`: use the group for threads beside training.
+        - `group`: return the texts of its ranks, in its order.
         """
         data = _bytes_of(text)
         if aside:
             parts = self._gather_parts(data, self.aside)
         else:
-            parts = self._gather_parts(data.to(self._device), dist.group.WORLD)
+            parts = self._gather_parts(data.to(self._device), group or dist.group.WORLD)
         return [_text_of(part) for part in parts]
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
         """Return the text of the rank `source` on every rank, over the group beside training."""
-        length = torch.tensor([len(text.encode())])
+        data = _bytes_of(text)
+        length = torch.tensor([len(data)])
         _wait(dist.broadcast(length, source, self.aside, async_op=True))
-        data = torch.zeros(int(length), dtype=torch.uint8)
-        if self._rank == source:
-            data = _bytes_of(text)
+        if self._rank != source:
+            data = data.new_empty(int(length))
         _wait(dist.broadcast(data, source, self.aside, async_op=True))
         return _text_of(data)
 

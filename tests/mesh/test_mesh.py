@@ -126,7 +126,7 @@ def test_groups_and_coordinates_of_ranks(sizes):
             assert sums == {role: sum(2**r for r in ranks) for role, ranks in groups.items()}
             owners = sorted({int(grid[0, d, c, t]), int(grid[-1, d, c, t])})
             assert ends == (owners if p in (0, size[0] - 1) and len(owners) == 2 else None)
-            assert settings == (draw_mesh(grid.tolist()), "gloo", {50})
+            assert settings == (draw_mesh(grid), "gloo", {50})
 
 
 def transfers_on_rank(rank):
@@ -297,7 +297,7 @@ mesh pp 2 × dp 2 × tp 2 = 8 ranks
 
 
 def grid_of(*sizes):
-    return np.arange(np.prod(sizes)).reshape(sizes_of(sizes)).tolist()
+    return np.arange(np.prod(sizes)).reshape(sizes_of(sizes))
 
 
 def test_picture_of_a_mesh():

@@ -86,12 +86,12 @@ def begin(
     _page = page
 
 
-def doing(text: str, waits: bool = False) -> None:
-    """Record what this rank does from now on, and whether it waits; main thread only."""
+def doing(text: str) -> None:
+    """Record what this rank does from now on; main thread only."""
     global _text
     _text = text
     if _page is not None:
-        _page.do(text, waits)
+        _page.do(text)
 
 
 @contextmanager
