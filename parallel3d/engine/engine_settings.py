@@ -15,7 +15,6 @@ from parallel3d.models.common import rates_of
 from parallel3d.schedule.sharding import Weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OFFLOADS = {"offload_optimizer", "offload_param"}
 
 
 @dataclass(frozen=True)
@@ -125,14 +124,12 @@ class EngineSettings:
         `gradient_reduction`.
         """
         zero: dict[str, object] = {
-            **_options(self.zero, *_OFFLOADS),
+            **_options(self.zero),
             "stage": 3 if self.shards_parameters else 2,
             # It would replace torch.nn.functional.linear globally; our layers do not need it.
             "memory_efficient_linear": False,
             # The check would report our Placeholders, which never get a gradient.
             "ignore_unused_parameters": True,
-            "offload_optimizer": _options(self.zero.offload_optimizer),
-            "offload_param": _options(self.zero.offload_param),
         }
         if elements is not None:
             zero["reduce_bucket_size"] = min(self.zero.reduce_bucket_size, max(elements, 1))
@@ -166,6 +163,6 @@ class EngineSettings:
         }
 
 
-def _options(section: Section, *exclude: str) -> dict[str, object]:
-    """Return a section's settings under DeepSpeed's names, without the excluded ones."""
-    return section.model_dump(exclude=set(exclude), exclude_none=True)
+def _options(section: Section) -> dict[str, object]:
+    """Return a section's settings, and those of sections in it, under DeepSpeed's names."""
+    return section.model_dump(exclude_none=True)

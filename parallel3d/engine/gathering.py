@@ -43,15 +43,14 @@ class GatheredWeights:
         handles = deque[Any]()
         self._coming[stage] = handles
         for parameters in self._layers[stage]:
-            sharded = [
-                p
-                for p in parameters
-                if not self._holders[p] and p.ds_status is ZeroParamStatus.NOT_AVAILABLE
-            ]
-            swapped = [p for p in sharded if nvme.is_on_nvme(p)]
+            swapped: list[Any] = []
             in_memory: dict[Any, list[Any]] = {}  # by group: experts have fewer ranks
-            for p in sharded:
-                if not nvme.is_on_nvme(p):
+            for p in parameters:
+                if self._holders[p] or p.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
+                    continue
+                if nvme.is_on_nvme(p):
+                    swapped.append(p)
+                else:
                     in_memory.setdefault(p.ds_process_group, []).append(p)
             handles.extend(map(_start_gather, in_memory.values()))
             while swapped:

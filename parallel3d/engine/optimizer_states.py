@@ -66,6 +66,8 @@ class OptimizerStates:
         self._file = optimizers.load(optimizer)
         self.kinds = optimizers.kinds(optimizer)
         self._zero3 = hasattr(self._zero, "fp16_groups")
+        self.masters = masters_of(self._zero)
+        """The flat fp32 masters of this rank, one for each optimizer group."""
         places = places_of(self._zero, held)
         by_group = groupby(places, attrgetter("group"))
         self._blocks = [list(block) for _, block in by_group]
@@ -108,13 +110,12 @@ class OptimizerStates:
     ) -> Iterator[None]:
         """Call `before` and `after` the update of each group in a step. Not with offload."""
         optimizer = self._zero.optimizer
-        by_group = {block[0].group: block for block in self._blocks}
+        by_master = {self.masters[block[0].group]: block for block in self._blocks}
 
         def call(function: Callable[[Update], None], *_: object) -> None:
-            indices = {id(master): index for index, master in enumerate(self.masters)}
             for group in optimizer.param_groups:
                 for master in group["params"]:
-                    places = by_group.get(indices[id(master)], [])
+                    places = by_master.get(master, [])
                     state = optimizer.state.get(master)
                     state = state or self._file.new_state(optimizer, master)
                     options = {key: value for key, value in group.items() if key != "params"}
@@ -168,11 +169,6 @@ class OptimizerStates:
         if scaler.dynamic and counters["loss_scale"] is not None:
             for name in _SCALER:
                 setattr(scaler, name, counters["loss_scale"][name])
-
-    @property
-    def masters(self) -> list[Tensor]:
-        """The flat fp32 masters of this rank, one for each optimizer group."""
-        return masters_of(self._zero)
 
     def _is_swapped(self, group: int) -> bool:
         return self._zero3 and bool(self._zero._swappable_optimizer_subgroup(group))

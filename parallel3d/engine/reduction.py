@@ -119,32 +119,27 @@ class Reduction:
             for h in self._of_stage[stage]
             if id(h.parameter) in self._waiting and self._index[h.parameter] > index
         ]
-        if sum(h.elements for h in ready) < self._bucket:
-            return
-        if self._settings.zero.stage > 0:  # on DeepSpeed's stream, if the device has streams
-            self._reduce(ready)
-            return
-        self._finish_average()
-        self.sum_partial(ready)
-        parameters = [h.parameter for h in ready]
-        self._averages.append(partial(reducing.reduce_now, self._deepspeed, parameters))
-        self._forget(ready)
+        if sum(h.elements for h in ready) >= self._bucket:
+            # DeepSpeed reduces on a stream of its own; our averages at ZeRO-0 have only started.
+            self._reduce(ready, later=self._settings.zero.stage == 0)
 
-    def _reduce(self, held: Sequence[HeldParameter]) -> None:
+    def _reduce(self, held: Sequence[HeldParameter], later: bool = False) -> None:
+        """Reduce these gradients; `later`: pass them to DeepSpeed once their averages are there."""
         self._finish_average()
         self.sum_partial(held)
-        reducing.reduce_now(self._deepspeed, [h.parameter for h in held])
-        self._forget(held)
+        reduce = partial(reducing.reduce_now, self._deepspeed, [h.parameter for h in held])
+        if later:
+            self._averages.append(reduce)
+        else:
+            reduce()
+        for h in held:
+            self._waiting.pop(id(h.parameter), None)
 
     def _finish_average(self) -> None:
         """Finish the averages that a backward has started, and pass them to DeepSpeed."""
         for finish in self._averages:
             finish()
         self._averages = []
-
-    def _forget(self, held: Iterable[HeldParameter]) -> None:
-        for h in held:
-            self._waiting.pop(id(h.parameter), None)
 
     def _each_microbatch(self) -> Iterator[None]:
         core.accumulate_from_zero(self._deepspeed)

@@ -31,7 +31,9 @@ class ScoreBiases:
     """The biases of a rank's routers, which have no gradient; the optimizer's rate for them is 0.
 
     Their masters are the optimizer's, so that biases are sharded, saved and copied to the
-    training weights like any parameter.
+    training weights like any parameter. The optimizer's other states of them have no effect. They
+    are 0, or what is left in a checkpoint of a release that moved biases by a gradient and Adam
+    without memory: those steps were the same, but for Adam's rounding of gradient / |gradient|.
 
     - `replicas`: the ranks whose tokens are counted together.
     """
@@ -43,16 +45,17 @@ class ScoreBiases:
         held: Sequence[HeldParameter],
         replicas: Peers,
     ) -> None:
-        self._zero = zero
+        self._optimizer = zero.optimizer
         self._replicas = replicas
         owners: dict[nn.Parameter, nn.Module] = {}
         for module in stages.modules():
             owners.update(dict.fromkeys(module.parameters(recurse=False), module))
         biases = [h for h in held if h.spec.role == "balance"]
         self._routers = {h.name: cast(Router, owners[h.parameter]) for h in biases}
-        self._places = defaultdict[int, list[Place]](list)
+        self._places = defaultdict[Tensor, list[Place]](list)  # by the master that has them
+        masters = masters_of(zero)
         for place in places_of(zero, biases):
-            self._places[place.group].append(place)
+            self._places[masters[place.group]].append(place)
 
     def forget_counts(self) -> None:
         """Begin to count the tokens of a step."""
@@ -71,18 +74,17 @@ class ScoreBiases:
             yield
             return
         steps = self._steps()
-        indices = {id(master): index for index, master in enumerate(masters_of(self._zero))}
 
         def move(optimizer: Any, *_: object) -> None:
             for group in optimizer.param_groups:
                 for master in group["params"]:
-                    for place in self._places[indices[id(master)]]:
+                    for place in self._places[master]:
                         piece = place.piece
                         step = steps[piece.held.name].narrow(0, piece.start, piece.numel)
                         bias = master.detach().narrow(0, place.offset, piece.numel)
                         bias.add_(step.to(master.device))
 
-        with self._zero.optimizer.register_step_post_hook(move):
+        with self._optimizer.register_step_post_hook(move):
             yield
 
     def _steps(self) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ has one home among the ranks of its stage (dp x tp). One exchange sends all piec
 one sends the results back, so each element travels twice, whatever the number of microbatches.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -15,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from parallel3d.base.errors import ConfigError
@@ -26,7 +26,21 @@ from parallel3d.model.optimizers import MATRIX
 from parallel3d.tensor.cut import HeldParameter
 
 Bounds = tuple[tuple[int, int], ...]
-_FIXED = 6  # columns of a row in `_gather_places` before the bounds of the rank's part
+
+
+class _Share(NamedTuple):
+    """A rank's elements of a hidden parameter: `numel` from `start` of its part, flattened.
+
+    They are in an optimizer group's flat tensor, from element `offset` on. `bounds` are those of
+    the rank's part before ZeRO cuts it, [start, stop) of each dim.
+    """
+
+    rank: int
+    group: int
+    offset: int
+    start: int
+    numel: int
+    bounds: list[tuple[int, int]]
 
 
 class _Piece(NamedTuple):
@@ -161,7 +175,7 @@ def find_matrices(
     Raises ConfigError on all ranks if their optimizer groups hold different parameters.
     """
     hidden = [h for h in held if h.spec.role == MATRIX]
-    table = _gather_places(hidden, places, mesh, stage)
+    shares = _gather_shares(places, mesh, stage)
     views = [matrix_view(h.spec, per_head) for h in hidden]
     costs: list[int] = []
     for view in views:
@@ -170,17 +184,16 @@ def find_matrices(
     matrices = list[Matrix]()
     tp = mesh.tensor.size  # ranks of the stage are in the order dp, tp
     sizes = {role: mesh.peers(role).size for role in ROLES}
-    for number, (h, view) in enumerate(zip(hidden, views, strict=True)):
-        everyone = table[table[:, 1] == number].tolist()
-        group, *others = {row[2] for row in everyone}
+    for h, view in zip(hidden, views, strict=True):
+        group, *others = {share.group for share in shares[h.name]}
         if others:
             raise ConfigError(
                 "zero_optimization.sub_group_size: splits the ranks of a stage differently, so "
                 f"{h.name} is in {1 + len(others)} optimizer groups; use a larger value"
             )
         pieces: list[list[_Piece]] = [[] for _ in range(prod(view[:-2]))]
-        for row in everyone:
-            for matrix, piece in _pieces_in(row, h, view):
+        for share in shares[h.name]:
+            for matrix, piece in _pieces_in(share, view):
                 pieces[matrix].append(piece)
         on_tp_alone = "tensor" in h.spec.replicated_over(sizes)  # the ranks of one tp coordinate
         for of_matrix in pieces:
@@ -196,25 +209,19 @@ def find_matrices(
     return matrices
 
 
-def _gather_places(
-    hidden: Sequence[HeldParameter], places: Iterable[Place], mesh: Mesh, stage: Peers
-) -> NDArray[np.int64]:
-    """Return a row for each place of a hidden matrix on a rank of the stage, as `_pieces_in` reads.
-
-    The first two columns are the rank and the number of the parameter.
-    """
-    index = {h.name: number for number, h in enumerate(hidden)}
-    width = _FIXED + 2 * max((len(h.spec.shape) for h in hidden), default=0)
-    own: list[list[int]] = []
+def _gather_shares(places: Iterable[Place], mesh: Mesh, stage: Peers) -> dict[str, list[_Share]]:
+    """Return by hidden parameter what each rank of the stage has of it; collective over them."""
+    own = []
     for place in places:
         h = place.piece.held
-        if h.name in index:
-            row = [stage.coord, index[h.name], place.group, place.offset]
-            row += [place.piece.start, place.piece.numel, *chain(*h.cut.bounds)]
-            own.append(row + [0] * (width - len(row)))
-    own_rows = torch.tensor(own, dtype=torch.int64, device=mesh.device).view(-1, width)
-    table: NDArray[np.int64] = mesh.messages.all_gather(own_rows, stage.group, 0).cpu().numpy()
-    return table
+        if h.spec.role == MATRIX:
+            flat = (place.group, place.offset, place.piece.start, place.piece.numel)
+            own.append((h.name, _Share(stage.coord, *flat, [*h.cut.bounds])))
+    shares = defaultdict[str, list[_Share]](list)
+    for text in mesh.messages.gather_texts(json.dumps(own), group=stage.group):
+        for name, share in json.loads(text):
+            shares[name].append(_Share(*share))
+    return shares
 
 
 def _of_one_replica(pieces: Sequence[_Piece], home: int, tp: int) -> list[_Piece]:
@@ -229,33 +236,31 @@ def _of_one_replica(pieces: Sequence[_Piece], home: int, tp: int) -> list[_Piece
     return [piece for piece in pieces if piece.rank // tp == replica]
 
 
-def _pieces_in(
-    row: Sequence[int], held: HeldParameter, view: tuple[int, ...]
-) -> Iterator[tuple[int, _Piece]]:
-    """Yield the pieces of matrices in a row of `_gather_places`, each with its matrix's index."""
-    rank, _, _, offset, start, numel, *ends = row
-    bounds = list(zip(ends[::2], ends[1::2], strict=True))[: len(held.spec.shape)]
-    if len(view) > len(bounds):  # rows are split into heads
-        first, stop = bounds[-2]
-        size = view[-2]
-        assert first % size == stop % size == 0, held.name
-        bounds[-2:] = [(first // size, stop // size), (0, size), bounds[-1]]
-    *stack, rows, columns = bounds
-    local = [stop - first for first, stop in stack]
+def _pieces_in(share: _Share, view: tuple[int, ...]) -> Iterator[tuple[int, _Piece]]:
+    """Yield the pieces of matrices in a rank's share of a parameter, each with its matrix's index.
+
+    `view` is the parameter's `matrix_view`.
+    """
+    *outer, rows, columns = [(first, stop) for first, stop in share.bounds]
+    *stack, height, _ = view
+    if len(stack) > len(outer):  # rows are split into heads
+        first, stop = rows
+        assert first % height == stop % height == 0
+        outer.append((first // height, stop // height))
+        rows = (0, height)
+    numbers = np.arange(prod(stack)).reshape(stack)
+    matrices = numbers[tuple(slice(*bounds) for bounds in outer)].flatten()  # those of the part
     each = (rows[1] - rows[0]) * (columns[1] - columns[0])
-    for number in range(start // each, -(-(start + numel) // each)):
-        place = np.unravel_index(number, local) if local else ()
-        matrix = 0
-        for (first, _), at, length in zip(stack, place, view, strict=False):
-            matrix = matrix * length + first + int(at)
-        first = max(start, number * each)
-        stop = min(start + numel, (number + 1) * each)
+    end = share.start + share.numel
+    for number in range(share.start // each, -(-end // each)):
+        first = max(share.start, number * each)
+        stop = min(end, (number + 1) * each)
         piece = _Piece(
-            rank=rank,
-            offset=offset + first - start,
+            rank=share.rank,
+            offset=share.offset + first - share.start,
             start=first - number * each,
             numel=stop - first,
             rows=rows,
             columns=columns,
         )
-        yield matrix, piece
+        yield int(matrices[number]), piece

@@ -103,9 +103,6 @@ class Params(Section):
     def polynomials(self) -> tuple[Triple, ...]:
         """The coefficients a, b, c of each step."""
         own = self.coefficients
-        if own == "jordan":
-            steps = self.ns_steps or 5
-            return (_JORDAN,) * steps
         if own == "deepseekv4":
             steps = self.ns_steps or 10
             polynomials = (_JORDAN,) * max(0, steps - 2) + (_EXACT, _EXACT)
@@ -114,10 +111,12 @@ class Params(Section):
             safe = [(a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS]
             listed = (*safe[:-1], _POLAR_EXPRESS[-1])
             steps = self.ns_steps or 5
+        elif own == "jordan" or not isinstance(own[0], tuple):
+            listed = (_JORDAN if own == "jordan" else own,)
+            steps = self.ns_steps or 5
         else:
-            listed = own if isinstance(own[0], tuple) else (own,)
-            several = len(listed) > 1
-            steps = self.ns_steps or (len(listed) if several else 5)
+            listed = own
+            steps = self.ns_steps or (len(own) if len(own) > 1 else 5)
         return (listed + (listed[-1],) * steps)[:steps]
 
     @property
