@@ -237,17 +237,20 @@ class AttentionCost:
 
         It has no moment of its own: what later modules saved is free in its backward, and is more.
         """
-        query, key = self._elements(stream)
+        # Elements of this rank's queries, and of its keys or its values.
+        query = stream.tokens * self.head_size * stream.share(self.heads)
+        key = stream.tokens * self.head_size * stream.share(self.kv_heads)
         kept = self._kept(query, key)
         attention = self._attention(stream)
         batch, heads, _, seq, size, _ = attention
         num_scores = batch * heads * seq * min(seq, attention.keys + BLOCK)
         scores = KeptMemory(scores=num_scores, dropped_scores=num_scores if self.dropout else 0)
         inside = replace(scores, other=_FP32 * batch * heads * seq)  # the logsumexp
+        copied = 0
         if self.sinks:  # wider copies of query, key, value and output; the output is cut out again
             copies = 2 * (query + key) * seq * size // (stream.seq * self.head_size)
             inside += KeptMemory(copies - query - key - key)
-        copied = 2 * (query + key + key + query) if self.sinks else 0
+            copied = 2 * (query + key + key + query)
         is_selective = "core_attn" in recompute.parts
         # A key/value head on several tp ranks counts once.
         one = stream._replace(tp=1)
@@ -266,11 +269,6 @@ class AttentionCost:
             working=scores if is_selective else KeptMemory(),
             resident=KeptMemory(2 * stream.seq * self.rotary),  # tables of cosines and sines
         )
-
-    def _elements(self, stream: Stream) -> tuple[int, int]:
-        """Return the elements of this rank's queries, and of its keys or its values."""
-        each = stream.tokens * self.head_size
-        return each * stream.share(self.heads), each * stream.share(self.kv_heads)
 
     def _kept(self, query: int, key: int) -> KeptMemory:
         """Return the memory kept outside the attention."""
@@ -341,9 +339,8 @@ class ExpertsCost:
         rows = tokens * self.chosen
         scores = tokens * self.experts
         sent = rows * stream.hidden  # elements of the tokens, sorted by expert
-        inner_width, shared_width = self._widths(stream)
-        inner = rows * inner_width
-        shared = tokens * shared_width
+        inner = rows * stream.share(self.inner)
+        shared = tokens * stream.share(self.shared)
         # Under sequence parallelism all tokens, not this rank's.
         # Both factors, the activated one and their product, then times the weights.
         kept = sent + 5 * inner + 4 * shared + full - stream.part
@@ -369,14 +366,11 @@ class ExpertsCost:
             working=KeptMemory(max(at_activation, at_sum)),
         )
 
-    def _widths(self, stream: Stream) -> tuple[int, int]:
-        """Return this rank's inner width of an expert, and of the shared one."""
-        return stream.share(self.inner), stream.share(self.shared)
-
     def _matmuls(self, stream: Stream) -> tuple[MatMul, ...]:
         tokens = stream.tokens
         hidden = stream.hidden
-        inner, shared = self._widths(stream)
+        inner = stream.share(self.inner)
+        shared = stream.share(self.shared)
         rows = tokens * self.chosen
         groups = gcd(rows, self.experts)  # all experts, if their loads can be equal
         products = [

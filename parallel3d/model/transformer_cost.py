@@ -57,11 +57,17 @@ class _CostOfLayer:
     ) -> LayerCost:
         """Return the cost of one microbatch; `recompute` has an effect on blocks only."""
         split = sequence_parallel and tp > 1
-        return self.of(Stream(shape.batch, shape.seq, self.hidden, tp, split), recompute)
+        return known_cost(self, Stream(shape.batch, shape.seq, self.hidden, tp, split), recompute)
 
     @abstractmethod
     def of(self, stream: Stream, recompute: Recompute) -> LayerCost:
         """Return the cost of one microbatch on its stream."""
+
+
+@lru_cache(maxsize=2**14)
+def known_cost(cost: _CostOfLayer, stream: Stream, recompute: Recompute) -> LayerCost:
+    """Return `cost.of`, which a search of plans asks for many times."""
+    return cost.of(stream, recompute)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,57 @@ class BlockCost(_CostOfLayer):
     """All modules read the block's input, side by side (GPT-NeoX, arXiv:2204.06745)."""
 
     def of(self, stream: Stream, recompute: Recompute) -> LayerCost:
-        return _block(self, stream._replace(dropout=self.dropout), recompute)
+        stream = stream._replace(dropout=self.dropout)
+        if recompute == FULL:
+            return self._run_again(stream, known_cost(self, stream, NONE))
+        parts: list[LayerCost] = []
+        for number, module in enumerate(self.modules):
+            beside = self.parallel and number > 0
+            # An MLP that runs again keeps its input, the norm's output; so do experts.
+            keeps = isinstance(module, MlpCost) and "mlp" in recompute.parts
+            keeps = keeps or isinstance(module, ExpertsCost)
+            if self.post_norm:
+                parts += [LayerCost(0, saved=KeptMemory(stream.part)), module(stream, recompute)]
+                # Its backward comes first: two gradients, and three values if it is not fused.
+                moment = KeptMemory(5 * stream.part)
+                parts += [self.norm(stream, shares_input=True), LayerCost(0, working=moment)]
+            else:
+                norm = self.norm(stream, beside, NONE if keeps else recompute)
+                parts += [norm, module(stream, recompute)]
+            activated = 0
+            if isinstance(module, MlpCost) and "mlp_act" in recompute.parts:
+                activated = stream.tokens * stream.share(module.inner)
+            frees_norm = "layernorm" in recompute.parts and not keeps and not self.post_norm
+            parts.append(_residual_sum(stream, beside, frees_norm, activated))
+        return in_order(parts)
+
+    def _run_again(self, stream: Stream, cost: LayerCost) -> LayerCost:
+        """Return the cost of keeping the input alone, from the `cost` without recomputation.
+
+        torch stops once all saved tensors exist again: before the last collective, unless a dropout
+        follows it.
+        """
+        full = stream.full
+        part = stream.part
+        # The recomputation's end: its last sum, the gradient of the output, and a sum that waits.
+        end = 2 * part + (part if self.parallel else 0)
+        collectives = cost.forward.collectives
+        if self.post_norm:  # it runs to the end, and the backward of the last norm needs more
+            end = 0
+        elif stream.dropout:  # it runs to the end
+            end += part + (full if stream.sequence_parallel else 0)
+        else:
+            collectives = collectives[:-1]
+            if stream.sequence_parallel:
+                # The gradient has been gathered, and the last product is computed again.
+                end += 2 * full - part
+        own = KeptMemory(part)
+        return replace(
+            cost,
+            recomputed=replace(cost.forward, collectives=collectives),
+            saved=own,
+            working=cost.saved + fullest(KeptMemory(end), cost.working) - own,
+        )
 
 
 @dataclass(frozen=True)
@@ -93,33 +149,26 @@ class EmbeddingCost(_CostOfLayer):
     """Dropout on the sum of the vectors."""
 
     def of(self, stream: Stream, recompute: Recompute) -> LayerCost:
-        return _embedding(self, stream)
-
-
-@lru_cache(maxsize=4096)
-def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
-    if recompute == FULL:
-        return _run_again(c, stream, _block(c, stream, NONE))
-    parts: list[LayerCost] = []
-    for number, module in enumerate(c.modules):
-        beside = c.parallel and number > 0
-        # An MLP that runs again keeps its input, the norm's output; so do experts.
-        keeps = isinstance(module, MlpCost) and "mlp" in recompute.parts
-        keeps = keeps or isinstance(module, ExpertsCost)
-        if c.post_norm:
-            parts += [LayerCost(0, saved=KeptMemory(stream.part)), module(stream, recompute)]
-            # Its backward comes first: two gradients, and three values if it is not fused.
-            moment = KeptMemory(5 * stream.part)
-            parts += [c.norm(stream, shares_input=True), LayerCost(0, working=moment)]
-        else:
-            norm = c.norm(stream, beside, NONE if keeps else recompute)
-            parts += [norm, module(stream, recompute)]
-        activated = 0
-        if isinstance(module, MlpCost) and "mlp_act" in recompute.parts:
-            activated = stream.tokens * stream.share(module.inner)
-        frees_norm = "layernorm" in recompute.parts and not keeps and not c.post_norm
-        parts.append(_residual_sum(stream, beside, frees_norm, activated))
-    return in_order(parts)
+        full = stream.full
+        part = stream.part
+        traffic = 4 * full
+        # Per token its row and whether another rank holds it; per position its row.
+        other = (_INT64 + 1) * stream.tokens
+        if self.positions:
+            traffic += 3 * part
+            other += _INT64 * stream.seq
+        if self.dropout:
+            traffic += 2 * part
+        # The forward's sum with the positions, or the backward's gradients around the dropout.
+        besides = part if stream.sequence_parallel or self.dropout else 0
+        besides = max(besides, part // stream.batch if self.positions else 0)
+        return LayerCost(
+            0,
+            Work((), None, traffic, stream.reduce),
+            backward_collectives=stream.gather,
+            saved=KeptMemory(0, other + (part if self.dropout else 0)),
+            working=KeptMemory(2 * full + besides, -part if self.dropout else 0),
+        )
 
 
 def _residual_sum(stream: Stream, beside: bool, frees_norm: bool, activated: int) -> LayerCost:
@@ -143,59 +192,6 @@ def _residual_sum(stream: Stream, beside: bool, frees_norm: bool, activated: int
         Work(traffic=traffic),
         saved=KeptMemory(other=part if dropout else 0),
         working=KeptMemory(working),
-    )
-
-
-def _run_again(c: BlockCost, stream: Stream, cost: LayerCost) -> LayerCost:
-    """Return the cost of a block that keeps its input alone, from its cost without recomputation.
-
-    torch stops once all saved tensors exist again: before the last collective, unless a dropout
-    follows it.
-    """
-    full = stream.full
-    part = stream.part
-    # The recomputation's end: its last sum, the gradient of the output, and a sum that waits.
-    end = 2 * part + (part if c.parallel else 0)
-    collectives = cost.forward.collectives
-    if c.post_norm:  # it runs to the end, and the backward of the last norm needs more
-        end = 0
-    elif stream.dropout:  # it runs to the end
-        end += part + (full if stream.sequence_parallel else 0)
-    else:
-        collectives = collectives[:-1]
-        if stream.sequence_parallel:
-            # The gradient has been gathered, and the last product is computed again.
-            end += 2 * full - part
-    own = KeptMemory(part)
-    return replace(
-        cost,
-        recomputed=replace(cost.forward, collectives=collectives),
-        saved=own,
-        working=cost.saved + fullest(KeptMemory(end), cost.working) - own,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _embedding(c: EmbeddingCost, stream: Stream) -> LayerCost:
-    full = stream.full
-    part = stream.part
-    traffic = 4 * full
-    # Per token its row and whether another rank holds it; per position its row.
-    other = (_INT64 + 1) * stream.tokens
-    if c.positions:
-        traffic += 3 * part
-        other += _INT64 * stream.seq
-    if c.dropout:
-        traffic += 2 * part
-    # The forward's sum with the positions, or the backward's gradients around the dropout.
-    besides = part if stream.sequence_parallel or c.dropout else 0
-    besides = max(besides, part // stream.batch if c.positions else 0)
-    return LayerCost(
-        0,
-        Work((), None, traffic, stream.reduce),
-        backward_collectives=stream.gather,
-        saved=KeptMemory(0, other + (part if c.dropout else 0)),
-        working=KeptMemory(2 * full + besides, -part if c.dropout else 0),
     )
 
 
@@ -224,48 +220,42 @@ class HeadCost(_CostOfLayer):
     """Large logits are computed for some tokens at a time."""
 
     def of(self, stream: Stream, recompute: Recompute) -> LayerCost:
-        return _head(self, stream)
+        return self.norm(stream) + self._loss(stream)
 
-
-@lru_cache(maxsize=4096)
-def _head(c: HeadCost, stream: Stream) -> LayerCost:
-    return c.norm(stream) + _loss(c, stream)
-
-
-def _loss(c: HeadCost, stream: Stream) -> LayerCost:
-    tokens = stream.tokens
-    full = stream.full
-    vocab = stream.share(c.vocab)
-    split = int(stream.sequence_parallel)
-    logits = tokens * vocab
-    product = MatMul(tokens, c.hidden, vocab)
-    if c.in_parts and num_chunks(tokens, vocab) > 1:
-        # Per token: the logsumexp, the row of its label, and two flags: whether another rank holds
-        # the row, and whether the token counts.
-        saved = KeptMemory(0, (_FP32 + _INT64 + 2) * tokens)
-        # A part's logits, also in fp32; the input and its gradient, in full and of this part.
-        at_once = chunk_tokens(tokens, vocab)
-        besides = (1 + split) * full + 2 * at_once * c.hidden
-        working = KeptMemory(at_once * vocab + besides, copies=at_once * vocab)
-        recomputed = Work((product,), None, 4 * logits)
-    else:
-        saved = KeptMemory(logits)  # the gradient of the logits
-        # The larger of: the logits in fp32; the input's gradient and the input times the loss's
-        # gradient.
-        behind = (2 + split) * full
-        working = KeptMemory(behind, copies=max(0, logits - behind // 2))
-        recomputed = Work()
-    collectives = stream.gather
-    if stream.tp > 1:
-        collectives += (Collective("all_reduce", tokens), Collective("all_reduce", 2 * tokens))
-    # Traffic of the logits, in elements of the training type: forward and backward together
-    # move 12 (fp32) or 21 (bf16), about three times this, as the backward counts twice.
-    traffic = 9 * logits // 2
-    return LayerCost(
-        tokens * 2 * c.hidden * c.vocab,
-        Work((product,), None, traffic, collectives),
-        recomputed,
-        backward_collectives=stream.reduce + stream.gather,
-        saved=saved,
-        working=working,
-    )
+    def _loss(self, stream: Stream) -> LayerCost:
+        tokens = stream.tokens
+        full = stream.full
+        vocab = stream.share(self.vocab)
+        split = int(stream.sequence_parallel)
+        logits = tokens * vocab
+        product = MatMul(tokens, self.hidden, vocab)
+        if self.in_parts and num_chunks(tokens, vocab) > 1:
+            # Per token: the logsumexp, the row of its label, and two flags: whether another rank
+            # holds the row, and whether the token counts.
+            saved = KeptMemory(0, (_FP32 + _INT64 + 2) * tokens)
+            # A part's logits, also in fp32; the input and its gradient, in full and of this part.
+            at_once = chunk_tokens(tokens, vocab)
+            besides = (1 + split) * full + 2 * at_once * self.hidden
+            working = KeptMemory(at_once * vocab + besides, copies=at_once * vocab)
+            recomputed = Work((product,), None, 4 * logits)
+        else:
+            saved = KeptMemory(logits)  # the gradient of the logits
+            # The larger of: the logits in fp32; the input's gradient and the input times the
+            # loss's gradient.
+            behind = (2 + split) * full
+            working = KeptMemory(behind, copies=max(0, logits - behind // 2))
+            recomputed = Work()
+        collectives = stream.gather
+        if stream.tp > 1:
+            collectives += (Collective("all_reduce", tokens), Collective("all_reduce", 2 * tokens))
+        # Traffic of the logits, in elements of the training type: forward and backward together
+        # move 12 (fp32) or 21 (bf16), about three times this, as the backward counts twice.
+        traffic = 9 * logits // 2
+        return LayerCost(
+            tokens * 2 * self.hidden * self.vocab,
+            Work((product,), None, traffic, collectives),
+            recomputed,
+            backward_collectives=stream.reduce + stream.gather,
+            saved=saved,
+            working=working,
+        )

@@ -106,14 +106,14 @@ def test_head_in_parts_needs_the_predicted_memory(monkeypatch, meshes, families)
     at_once = SHAPE.tokens * SIZES["vocab_size"] // 8
     (rows,) = run_locally(measured_in_parts, 1, at_once, meshes, families, timeout=300)
     monkeypatch.setattr(transformer_cost, "LOGITS_AT_ONCE", at_once)
-    transformer_cost._head.cache_clear()
+    transformer_cost.known_cost.cache_clear()
     try:
         for case, did in rows:
             assert case.cost().recomputed.matmuls == case.cost().forward.matmuls
             assert wrong(case, case.cost(), did) <= {traffic, products}, case
     finally:
         monkeypatch.undo()
-        transformer_cost._head.cache_clear()
+        transformer_cost.known_cost.cache_clear()
 
 
 def test_more_tokens_need_no_more_memory_for_logits():
