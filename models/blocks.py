@@ -76,7 +76,10 @@ class Residual:
         self, x: Tensor, norm: nn.Module, sublayer: nn.Module, *args: object
     ) -> tuple[Tensor, dict[str, SideLoss] | None]:
         """Return what is added to x, and the side losses of the sublayer if it has any."""
-        y = sublayer(x if self.post_norm else self._normed(x, norm), *args)
+        y = x
+        if not self.post_norm:
+            y = recomputed(norm, x) if self.recomputes_norm else norm(x)
+        y = sublayer(y, *args)
         side_losses = None
         if not isinstance(y, Tensor):
             y, side_losses = y
@@ -84,10 +87,6 @@ class Residual:
             y = norm(y)
         y = scale(y, self.scale)
         return y if self.dropout is None else self.dropout(y), side_losses
-
-    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
-        normed: Tensor = recomputed(norm, x) if self.recomputes_norm else norm(x)
-        return normed
 
 
 class FusedAttention(nn.Module):

@@ -18,7 +18,8 @@ from parallel3d.model.transformer_cost import EmbeddingCost
 
 Positive = Annotated[int, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
-_ZEROS = Init()
+ZEROS = Init()
+ONES = Init(value=1.0)
 TP_0 = ("tensor",)
 TP_1 = (None, "tensor")
 """`ParamSpec.cut_over` of a parameter whose dim 0 or dim 1 tensor parallelism cuts."""
@@ -85,19 +86,16 @@ class BiasedConfig(ModelSection):
         return self.intermediate_size or 4 * self.hidden_size
 
     def _problems(self) -> Iterator[Problem]:
-        return uneven_heads(self.num_attention_heads, self.hidden_size)
-
-
-def uneven_heads(heads: int, hidden: int) -> Iterator[Problem]:
-    """Yield a problem unless num_attention_heads divides hidden_size."""
-    if hidden % heads:
-        yield Problem(
-            "num_attention_heads",
-            heads,
-            f"does not divide hidden_size={hidden}",
-            f"use {divisor_below(hidden, heads)} heads, or a hidden_size that is a multiple of "
-            f"{heads}",
-        )
+        heads = self.num_attention_heads
+        hidden = self.hidden_size
+        if hidden % heads:
+            yield Problem(
+                "num_attention_heads",
+                heads,
+                f"does not divide hidden_size={hidden}",
+                f"use {divisor_below(hidden, heads)} heads, or a hidden_size that is a multiple of "
+                f"{heads}",
+            )
 
 
 def vocab_size(config: ModelConfig) -> int:
@@ -169,20 +167,20 @@ def folded(
         factors = _unless_one(scales.branch) if p.name.startswith(branches) else ()
         if p.name.startswith(query) and scales.query != 1:
             factors = (scales.query, *[1.0] * (fused - 1))
-        specs.append(p if factors == p.folded else replace(p, folded=factors))
+        specs.append(replace(p, folded=factors))
     return tuple(specs)
 
 
 def layer_norm(name: str, size: int) -> Iterable[ParamSpec]:
     """Yield the weight and the bias of a LayerNorm."""
-    yield ParamSpec(f"{name}.weight", (size,), (), Init(value=1.0), False, role="vector")
-    yield ParamSpec(f"{name}.bias", (size,), (), _ZEROS, False, role="vector")
+    yield ParamSpec(f"{name}.weight", (size,), (), ONES, False, role="vector")
+    yield ParamSpec(f"{name}.bias", (size,), (), ZEROS, False, role="vector")
 
 
 def fused_attention(config: ModelConfig) -> AttentionCost:
     """Return the cost of models/blocks.py's `FusedAttention`, without rotation and dropout."""
     heads = config.num_attention_heads
-    size = config.hidden_size // config.num_attention_heads
+    size = config.hidden_size // heads
     return AttentionCost(heads, heads, size, fused_qkv=True, bias=True)
 
 
@@ -203,14 +201,14 @@ def _biased_params(config: TransformerConfig) -> tuple[ParamSpec, ...]:
     params = (
         *layer_norm("norm1", hidden),
         ParamSpec("attention.qkv.weight", fused, TP_1, normal, True, units=heads, role="hidden"),
-        ParamSpec("attention.qkv.bias", (3, hidden), TP_1, _ZEROS, False, role="vector"),
+        ParamSpec("attention.qkv.bias", (3, hidden), TP_1, ZEROS, False, role="vector"),
         ParamSpec("attention.output.weight", (hidden, hidden), TP_1, residual, True, role="hidden"),
-        ParamSpec("attention.output.bias", (hidden,), (), _ZEROS, False, role="vector"),
+        ParamSpec("attention.output.bias", (hidden,), (), ZEROS, False, role="vector"),
         *layer_norm("norm2", hidden),
         ParamSpec("mlp.up.weight", (inner, hidden), TP_0, normal, True, role="hidden"),
-        ParamSpec("mlp.up.bias", (inner,), TP_0, _ZEROS, False, role="vector"),
+        ParamSpec("mlp.up.bias", (inner,), TP_0, ZEROS, False, role="vector"),
         ParamSpec("mlp.down.weight", (hidden, inner), TP_1, residual, True, role="hidden"),
-        ParamSpec("mlp.down.bias", (hidden,), (), _ZEROS, False, role="vector"),
+        ParamSpec("mlp.down.bias", (hidden,), (), ZEROS, False, role="vector"),
     )
     branches = "attention.output.", "mlp.down."
     return folded(config, params, query="attention.qkv.", branches=branches, fused=3)

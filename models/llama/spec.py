@@ -16,8 +16,10 @@ from parallel3d.model.module_cost import RMS_NORM, AttentionCost, MlpCost
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, HeadCost, ModuleCost
 from parallel3d.models.common import (
+    ONES,
     TP_0,
     TP_1,
+    ZEROS,
     ModelSection,
     Positive,
     Probability,
@@ -30,8 +32,6 @@ from parallel3d.models.common import (
 )
 
 LayerTypes = Annotated[tuple[Literal["full_attention", "sliding_attention"], ...], Strict(False)]
-ZEROS = Init()
-ONES = Init(value=1.0)
 BRANCHES = "attention.output.", "mlp.down.", "mlp.experts.down", "mlp.shared.down."
 
 
@@ -249,7 +249,7 @@ def layers(
     A family that differs in its blocks alone passes `block_of`, which maps a config and a block's
     number to the block.
     """
-    blocks = [(block_of or _block)(config, i) for i in range(config.num_hidden_layers)]
+    blocks = [(block_of or dense_block)(config, i) for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config), RMS_NORM)
     return [
         token_embedding(config),
@@ -276,17 +276,22 @@ def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _block(config: Config, number: int) -> LayerSpec:
+def dense_block(config: Config, number: int) -> LayerSpec:
+    """Return a block whose MLP is a SwiGLU."""
+    cost = MlpCost(config.inner_size, gated=True, bias=config.mlp_bias)
+    return block(config, number, swiglu(config, "mlp", config.inner_size), cost)
+
+
+def swiglu(config: Config, name: str, inner: int) -> Iterator[ParamSpec]:
+    """Yield the parameters of a SwiGLU of this inner width."""
     hidden = config.hidden_size
-    inner = config.inner_size
     normal, residual = weight_inits(config)
-    mlp = (
-        ParamSpec("mlp.gate_up.weight", (2, inner, hidden), TP_1, normal, True, role="hidden"),
-        *_bias(config.mlp_bias, "mlp.gate_up", 2, inner),
-        ParamSpec("mlp.down.weight", (hidden, inner), TP_1, residual, True, role="hidden"),
-        *_bias(config.mlp_bias, "mlp.down", hidden),
-    )
-    return block(config, number, mlp, MlpCost(inner, gated=True, bias=config.mlp_bias))
+    gate_up = (2, inner, hidden)
+    yield ParamSpec(f"{name}.gate_up.weight", gate_up, TP_1, normal, True, role="hidden")
+    yield from _bias(config.mlp_bias, f"{name}.gate_up", 2, inner)
+    down = (hidden, inner)
+    yield ParamSpec(f"{name}.down.weight", down, TP_1, residual, True, role="hidden")
+    yield from _bias(config.mlp_bias, f"{name}.down", hidden)
 
 
 def block(config: Config, number: int, mlp: Iterable[ParamSpec], mlp_cost: ModuleCost) -> LayerSpec:

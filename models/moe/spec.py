@@ -12,11 +12,10 @@ from typing import Literal
 from pydantic import Field
 
 from parallel3d.base.section import Problem
-from parallel3d.model.module_cost import ExpertsCost, MlpCost
+from parallel3d.model.module_cost import ExpertsCost
 from parallel3d.model.spec import LayerSpec, ParamSpec
-from parallel3d.models.common import TP_1, Positive, divisor_below, weight_inits
+from parallel3d.models.common import ZEROS, Positive, divisor_below, weight_inits
 from parallel3d.models.llama import spec as llama
-from parallel3d.models.llama.spec import ZEROS
 
 _EXPERTS_TP_2 = ("experts", None, "tensor")
 
@@ -184,8 +183,7 @@ def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
 
 def _block(config: Config, number: int) -> LayerSpec:
     if not config.is_sparse(number):
-        inner = config.inner_size
-        return llama.block(config, number, _mlp(config, "mlp", inner), MlpCost(inner, gated=True))
+        return llama.dense_block(config, number)
     size = config.expert_size
     shared = config.n_shared_experts * config.expert_size
     divided = config.norm_topk_prob or config.router == "topk_softmax"
@@ -219,14 +217,4 @@ def _experts(config: Config) -> Iterator[ParamSpec]:
     yield ParamSpec("mlp.experts.gate_up", gate_up, _EXPERTS_TP_2, normal, True, role="hidden")
     yield ParamSpec("mlp.experts.down", down, _EXPERTS_TP_2, residual, True, role="hidden")
     if config.n_shared_experts:
-        yield from _mlp(config, "mlp.shared", config.n_shared_experts * inner)
-
-
-def _mlp(config: Config, name: str, inner: int) -> Iterator[ParamSpec]:
-    """Yield the weights of a SwiGLU."""
-    hidden = config.hidden_size
-    normal, residual = weight_inits(config)
-    gate_up = (2, inner, hidden)
-    down = (hidden, inner)
-    yield ParamSpec(f"{name}.gate_up.weight", gate_up, TP_1, normal, True, role="hidden")
-    yield ParamSpec(f"{name}.down.weight", down, TP_1, residual, True, role="hidden")
+        yield from llama.swiglu(config, "mlp.shared", config.n_shared_experts * inner)
