@@ -49,7 +49,7 @@ class _OnHost:
                 following.fetch()
                 following = following.before
         there = self.there
-        self.uses = self.uses - 1
+        self.uses -= 1
         assert there is not None
         if self.arrived:
             current = torch.accelerator.current_stream()

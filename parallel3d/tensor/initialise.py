@@ -4,7 +4,6 @@ A parameter is drawn in tiles, each from a generator seeded by the run's seed, t
 global name and the tile's place. A rank draws the tiles that overlap its part, one band at a time.
 """
 
-from hashlib import blake2b
 from math import prod
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from parallel3d.model.spec import ParamSpec
 from parallel3d.tensor.cut import Cut
+from parallel3d.tensor.random_key import seed_of
 
 
 def _tile(extent: int) -> int:
@@ -77,9 +77,7 @@ def _band(
     for j in range(c0 // wide, -(-c1 // wide)):
         left = j * wide
         right = min(columns, (j + 1) * wide)
-        text = f"{place}/{i}/{j}"
-        digest = blake2b(text.encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        generator = torch.Generator().manual_seed(seed_of(f"{place}/{i}/{j}"))
         tile = torch.empty(bottom - top, right - left).normal_(0.0, std, generator=generator)
         lo = max(left, c0)
         hi = min(right, c1)

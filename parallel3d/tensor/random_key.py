@@ -8,6 +8,11 @@ import torch
 from parallel3d.tensor.segments import Dealt
 
 
+def seed_of(place: str) -> int:
+    """Return the seed of a generator for a named place; other places have other ones."""
+    return int.from_bytes(blake2b(place.encode(), digest_size=8).digest(), "big") >> 1
+
+
 @dataclass
 class RandomKey:
     """The key of dropout masks; the executor updates it before every forward and backward."""
@@ -22,8 +27,7 @@ class RandomKey:
     def seed_generator(self, place: str, tp_rank: int, device: torch.device) -> None:
         """Seed the device's default generator for the next random operator."""
         text = f"{self.seed}/{self.dp_coord}/{self.step}/{self.microbatch}/{place}/{tp_rank}"
-        digest = blake2b(text.encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "big") >> 1
+        seed = seed_of(text)
         # torch.manual_seed would seed the generators of all visible devices.
         if device.type == "cpu":
             torch.default_generator.manual_seed(seed)
