@@ -16,9 +16,6 @@ from parallel3d.config import document
 from parallel3d.extras.foreign import megatron, nanotron, neox
 from parallel3d.extras.foreign.rules import Row, Rule, Verdict
 
-_MODEL = "parallel3d.model"
-_DATA = "parallel3d.data"
-_SCHEDULE = "parallel3d.train.lr_schedule"
 # norm, positions, MLP, biases
 _FAMILIES = {
     ("layernorm", "learned", "gelu", True): "gpt",
@@ -130,14 +127,16 @@ def _add_model(values: dict[str, Any], _: str) -> Iterator[Row]:
     if family is None:
         yield Row("REFUSED", "the architecture", parts, why="no family has all of it")
         return
-    values[f"{_MODEL}.family"] = family
+    values["parallel3d.model.family"] = family
     for name, (fields, only, verdict) in _OF_FAMILIES.items():
         if family not in fields and values.get(name, only) != only:
             yield Row(verdict, f"{family}'s {name[1:]}", values[name], why=f"is always {only}")
         if name in values:
-            values |= {f"{_MODEL}.{field}": values[name] for field in fields.get(family, ())}
-    limit = f"{_MODEL}.max_position_embeddings"
-    length = values.get(f"{_DATA}.sequence_length", 0)
+            values |= {
+                f"parallel3d.model.{field}": values[name] for field in fields.get(family, ())
+            }
+    limit = "parallel3d.model.max_position_embeddings"
+    length = values.get("parallel3d.data.sequence_length", 0)
     if family != "gpt" and length > values.get(limit, length):
         values[limit] = length
         yield Row("assumed", "positions", length, limit, "as long as the sequences")
@@ -162,33 +161,33 @@ def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:
     end = start + values["@decay_steps"] if "@decay_steps" in values else end
     is_late = start > warmup or style in ("1-sqrt", "wsd")
     shape = values.get("@shape", style)
-    values |= {"parallel3d.train.steps": steps, f"{_SCHEDULE}.warmup_steps": warmup}
+    values |= {"parallel3d.train.steps": steps, "parallel3d.train.lr_schedule.warmup_steps": warmup}
     if style == "constant" or start >= steps:
         return
-    values[f"{_SCHEDULE}.type"] = "wsd" if is_late else style
+    values["parallel3d.train.lr_schedule.type"] = "wsd" if is_late else style
     if is_late:
-        values[f"{_SCHEDULE}.decay_steps"] = min(end, steps) - start
+        values["parallel3d.train.lr_schedule.decay_steps"] = min(end, steps) - start
     if is_late and shape != "1-sqrt":
         yield Row("DIFFERS", "shape of the decay", shape, why='that of "wsd" is 1 - sqrt')
     if end != steps:
         yield Row("DIFFERS", "last step of the decay", end, why=f"the run's last, {steps}")
     if lr := values.get("optimizer.params.lr"):
-        values[f"{_SCHEDULE}.min_ratio"] = round(values.get("@min_lr", lr) / lr, 6)
+        values["parallel3d.train.lr_schedule.min_ratio"] = round(values.get("@min_lr", lr) / lr, 6)
 
 
 def _add_data(values: dict[str, Any], token_format: str) -> Iterator[Row]:
     files = values.get("@files", [])
-    source = f"{_DATA}.source"
+    source = "parallel3d.data.source"
     if len(files) > 1:
         values[source] = "mixture"
         weights = values.get("@weights") or [1] * len(files)
-        values[f"{_DATA}.mixture"] = [
+        values["parallel3d.data.mixture"] = [
             {"source": token_format, "paths": [file], "weight": weight}
             for file, weight in zip_longest(files, weights, fillvalue=1)
         ]
     elif files:
-        values |= {source: token_format, f"{_DATA}.paths": files}
-    elif f"{_DATA}.name" in values:
+        values |= {source: token_format, "parallel3d.data.paths": files}
+    elif "parallel3d.data.name" in values:
         values[source] = "hub"
     else:
         values[source] = "python-stdlib"
@@ -196,4 +195,4 @@ def _add_data(values: dict[str, Any], token_format: str) -> Iterator[Row]:
     kind = values.get("@tokenizer", "train")
     path = str(values.get("@tokenizer_path", ""))
     kinds = {"path": path or "train", "folder": path.rpartition("/")[0] or "."}
-    values[f"{_DATA}.tokenizer"] = kinds.get(kind, kind)
+    values["parallel3d.data.tokenizer"] = kinds.get(kind, kind)

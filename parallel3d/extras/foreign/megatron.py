@@ -11,9 +11,7 @@ from parallel3d.base import reader
 from parallel3d.extras.foreign.rules import Rule, dropped, missing
 from parallel3d.model.recompute import parse
 
-_P = "parallel3d"
-_RATE = f"{_P}.train.lr_schedule"
-_RECOMPUTE = f"{_P}.pipeline.activation_checkpointing"
+_RECOMPUTE = "parallel3d.pipeline.activation_checkpointing"
 
 # Its name, and its values up to the next argument, a variable with more of them, or a sign
 _ARGUMENT = re.compile(
@@ -27,10 +25,10 @@ def _sublayers(names: str | list[str]) -> str:
 
 TABLE: dict[str, Rule] = {
     # The mesh
-    "tensor-model-parallel-size": Rule(f"{_P}.mesh.tp"),
-    "pipeline-model-parallel-size": Rule(f"{_P}.mesh.pp"),
-    "sequence-parallel": Rule(f"{_P}.mesh.sequence_parallel"),
-    "context-parallel-size": Rule(f"{_P}.mesh.cp"),
+    "tensor-model-parallel-size": Rule("parallel3d.mesh.tp"),
+    "pipeline-model-parallel-size": Rule("parallel3d.mesh.pp"),
+    "sequence-parallel": Rule("parallel3d.mesh.sequence_parallel"),
+    "context-parallel-size": Rule("parallel3d.mesh.cp"),
     **missing(
         "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank",
         'set parallel3d.pipeline: {"schedule": "interleaved", "stages_per_rank": ...}',
@@ -51,30 +49,30 @@ TABLE: dict[str, Rule] = {
         ),
         Rule(_RECOMPUTE, lambda _: "full"),
     ),
-    "recompute-modules": Rule(f"{_P}.pipeline@recompute_modules", _sublayers),
-    "recompute-method": Rule(f"{_P}.pipeline@recompute_method", plain=("uniform",)),
-    "recompute-num-layers": Rule(f"{_P}.pipeline@recompute_num_layers"),
+    "recompute-modules": Rule("parallel3d.pipeline@recompute_modules", _sublayers),
+    "recompute-method": Rule("parallel3d.pipeline@recompute_method", plain=("uniform",)),
+    "recompute-num-layers": Rule("parallel3d.pipeline@recompute_num_layers"),
     # The model
-    "num-layers": Rule(f"{_P}.model.num_hidden_layers"),
-    "hidden-size": Rule(f"{_P}.model.hidden_size"),
-    "ffn-hidden-size": Rule(f"{_P}.model.intermediate_size"),
-    "num-attention-heads": Rule(f"{_P}.model.num_attention_heads"),
-    "num-query-groups": Rule(f"{_P}.model.num_key_value_heads"),
-    "num-key-value-heads": Rule(f"{_P}.model.num_key_value_heads"),
+    "num-layers": Rule("parallel3d.model.num_hidden_layers"),
+    "hidden-size": Rule("parallel3d.model.hidden_size"),
+    "ffn-hidden-size": Rule("parallel3d.model.intermediate_size"),
+    "num-attention-heads": Rule("parallel3d.model.num_attention_heads"),
+    "num-query-groups": Rule("parallel3d.model.num_key_value_heads"),
+    "num-key-value-heads": Rule("parallel3d.model.num_key_value_heads"),
     **dropped("group-query-attention", "as num-query-groups says"),
-    "kv-channels": Rule(f"{_P}.model.head_dim"),
-    "max-position-embeddings": Rule(f"{_P}.model.max_position_embeddings"),
+    "kv-channels": Rule("parallel3d.model.head_dim"),
+    "max-position-embeddings": Rule("parallel3d.model.max_position_embeddings"),
     "position-embedding-type": Rule(
-        f"{_P}.model.family@position",
+        "parallel3d.model.family@position",
         {"rope": "rotary", "learned_absolute": "learned"},
         verdict="REFUSED",
     ),
-    "use-rotary-position-embeddings": Rule(f"{_P}.model.family@position", {True: "rotary"}),
+    "use-rotary-position-embeddings": Rule("parallel3d.model.family@position", {True: "rotary"}),
     **dropped("no-position-embedding", "as the type of the positions says"),
-    "rotary-percent": Rule(f"{_P}.model.rotary_pct@rotary_pct"),
-    "rotary-base": Rule(f"{_P}.model@rope_theta"),
+    "rotary-percent": Rule("parallel3d.model.rotary_pct@rotary_pct"),
+    "rotary-base": Rule("parallel3d.model@rope_theta"),
     "no-rope-freq": Rule(
-        f"{_P}.model.no_rope_layer_interval@no_rope_layers",
+        "parallel3d.model.no_rope_layer_interval@no_rope_layers",
         index,
         verdict="REFUSED",
         why="must be a number: every n-th layer has no positions",
@@ -82,26 +80,28 @@ TABLE: dict[str, Rule] = {
     **missing("use-rope-scaling", "set parallel3d.model.rope_scaling"),
     **missing("rotary-interleaved", "pairs are i and i + half"),
     "normalization": Rule(
-        f"{_P}.model.family@norm",
+        "parallel3d.model.family@norm",
         {n: n.lower() for n in ("LayerNorm", "layernorm", "RMSNorm", "rmsnorm")},
         verdict="REFUSED",
     ),
-    "norm-epsilon": Rule(f"{_P}.model@norm_eps"),
-    "layernorm-epsilon": Rule(f"{_P}.model@norm_eps"),
+    "norm-epsilon": Rule("parallel3d.model@norm_eps"),
+    "layernorm-epsilon": Rule("parallel3d.model@norm_eps"),
     **dropped("apply-layernorm-1p", "another way to store the same norm"),
-    "swiglu": Rule(f"{_P}.model.family@mlp", {True: "swiglu", False: "gelu"}),
+    "swiglu": Rule("parallel3d.model.family@mlp", {True: "swiglu", False: "gelu"}),
     **missing("squared-relu openai-gelu", "no family has it", verdict="REFUSED"),
-    "no-bias-gelu-fusion": Rule(f"{_P}.model.activation@gelu", {True: "gelu", False: "gelu_fast"}),
-    "disable-bias-linear": Rule(f"{_P}.model.family@bias", {True: False, False: True}),
-    "add-qkv-bias": Rule(f"{_P}.model.attention_bias"),
-    "qk-layernorm": Rule(f"{_P}.model.qk_norm"),
-    "untie-embeddings-and-output-weights": Rule(
-        f"{_P}.model.tie_word_embeddings", {True: False, False: True}
+    "no-bias-gelu-fusion": Rule(
+        "parallel3d.model.activation@gelu", {True: "gelu", False: "gelu_fast"}
     ),
-    "init-method-std": Rule(f"{_P}.model.initializer_range"),
-    "hidden-dropout": Rule(f"{_P}.model@dropout"),
-    "attention-dropout": Rule(f"{_P}.model.attn_pdrop@attention_dropout"),
-    "vocab-size": Rule(f"{_P}.model.vocab_size"),
+    "disable-bias-linear": Rule("parallel3d.model.family@bias", {True: False, False: True}),
+    "add-qkv-bias": Rule("parallel3d.model.attention_bias"),
+    "qk-layernorm": Rule("parallel3d.model.qk_norm"),
+    "untie-embeddings-and-output-weights": Rule(
+        "parallel3d.model.tie_word_embeddings", {True: False, False: True}
+    ),
+    "init-method-std": Rule("parallel3d.model.initializer_range"),
+    "hidden-dropout": Rule("parallel3d.model@dropout"),
+    "attention-dropout": Rule("parallel3d.model.attn_pdrop@attention_dropout"),
+    "vocab-size": Rule("parallel3d.model.vocab_size"),
     **dropped("make-vocab-size-divisible-by", "vocabularies are cut without padding"),
     **missing("window-size", "attention sees the whole sequence"),
     **missing(
@@ -116,26 +116,27 @@ TABLE: dict[str, Rule] = {
     "micro-batch-size": Rule("train_micro_batch_size_per_gpu"),
     "global-batch-size": Rule("train_batch_size"),
     **missing("rampup-batch-size", "write it as parallel3d.train.batch_schedule"),
-    "seq-length": Rule(f"{_P}.data.sequence_length"),
-    "train-iters": Rule(f"{_P}.train.steps@steps"),
-    "train-samples": Rule(f"{_P}.train.steps@steps in samples"),
+    "seq-length": Rule("parallel3d.data.sequence_length"),
+    "train-iters": Rule("parallel3d.train.steps@steps"),
+    "train-samples": Rule("parallel3d.train.steps@steps in samples"),
     **missing("optimizer", "AdamW is the only one", "adam"),
     "lr": Rule("optimizer.params.lr"),
-    "min-lr": Rule(f"{_RATE}.min_ratio@min_lr"),
+    "min-lr": Rule("parallel3d.train.lr_schedule.min_ratio@min_lr"),
     **missing("decoupled-lr decoupled-min-lr", "embedding and output have the same rate"),
     "lr-decay-style": Rule(
-        f"{_RATE}.type@style",
+        "parallel3d.train.lr_schedule.type@style",
         {"linear": "linear", "cosine": "cosine", "constant": "constant", "WSD": "wsd"},
     ),
     "lr-wsd-decay-style": Rule(
-        f"{_RATE}.type@shape", lambda shape: {"minus_sqrt": "1-sqrt"}.get(shape, shape)
+        "parallel3d.train.lr_schedule.type@shape",
+        lambda shape: {"minus_sqrt": "1-sqrt"}.get(shape, shape),
     ),
-    "lr-wsd-decay-iters": Rule(f"{_RATE}.decay_steps@last"),
-    "lr-decay-iters": Rule(f"{_RATE}@end"),
-    "lr-decay-samples": Rule(f"{_RATE}@end in samples"),
-    "lr-warmup-iters": Rule(f"{_RATE}.warmup_steps@warmup_steps"),
-    "lr-warmup-samples": Rule(f"{_RATE}.warmup_steps@warmup_steps in samples"),
-    "lr-warmup-fraction": Rule(f"{_RATE}.warmup_steps@warmup_fraction"),
+    "lr-wsd-decay-iters": Rule("parallel3d.train.lr_schedule.decay_steps@last"),
+    "lr-decay-iters": Rule("parallel3d.train.lr_schedule@end"),
+    "lr-decay-samples": Rule("parallel3d.train.lr_schedule@end in samples"),
+    "lr-warmup-iters": Rule("parallel3d.train.lr_schedule.warmup_steps@warmup_steps"),
+    "lr-warmup-samples": Rule("parallel3d.train.lr_schedule.warmup_steps@warmup_steps in samples"),
+    "lr-warmup-fraction": Rule("parallel3d.train.lr_schedule.warmup_steps@warmup_fraction"),
     "weight-decay": Rule("optimizer.params.weight_decay"),
     "adam-beta1": Rule("optimizer.params.betas@beta1"),
     "adam-beta2": Rule("optimizer.params.betas@beta2"),
@@ -161,13 +162,13 @@ TABLE: dict[str, Rule] = {
     ),
     # Data
     "data-path": Rule(
-        f"{_P}.data.paths@files", lambda words: words if isinstance(words, list) else [words]
+        "parallel3d.data.paths@files", lambda words: words if isinstance(words, list) else [words]
     ),
     **dropped("mock-data", "set parallel3d.data"),
     **dropped("split", "see parallel3d.data.held_out_fraction"),
     **missing("data-impl", "files are mapped into memory", "mmap", "infer"),
     "tokenizer-type": Rule(
-        f"{_P}.data.tokenizer@tokenizer",
+        "parallel3d.data.tokenizer@tokenizer",
         {
             "GPT2BPETokenizer": "gpt2",
             "HuggingFaceTokenizer": "path",
@@ -178,15 +179,15 @@ TABLE: dict[str, Rule] = {
         },
         why="set parallel3d.data.tokenizer",
     ),
-    "tokenizer-model": Rule(f"{_P}.data.tokenizer@tokenizer_path"),
+    "tokenizer-model": Rule("parallel3d.data.tokenizer@tokenizer_path"),
     **dropped("vocab-file merge-file", "are in the tokenizer's folder"),
-    "reset-attention-mask": Rule(f"{_P}.data.isolate_documents"),
+    "reset-attention-mask": Rule("parallel3d.data.isolate_documents"),
     **dropped("reset-position-ids", "belongs to parallel3d.data.isolate_documents"),
     # Evaluation, checkpoints and output
-    "eval-interval": Rule(f"{_P}.train.evaluate_every"),
+    "eval-interval": Rule("parallel3d.train.evaluate_every"),
     **dropped("eval-iters", "set parallel3d.train.evaluate_samples"),
-    "save-interval": Rule(f"{_P}.checkpoint.every"),
-    "seed": Rule(f"{_P}.train.seed"),
+    "save-interval": Rule("parallel3d.checkpoint.every"),
+    "seed": Rule("parallel3d.train.seed"),
     **missing("finetune", "weights come over through Hugging Face: set model.from_pretrained"),
     **missing("deepspeed-config", "add its settings: they have the same names here"),
     **dropped(
@@ -252,9 +253,9 @@ def complete(values: dict[str, Any]) -> None:
     words = values.get("@files", [""])
     if not isinstance(words[0], str):
         values |= {"@weights": words[::2], "@files": words[1::2]}
-    hidden = values.get(f"{_P}.model.hidden_size")
+    hidden = values.get("parallel3d.model.hidden_size")
     if hidden and values.get("@mlp") == "swiglu":
-        values.setdefault(f"{_P}.model.intermediate_size", int(hidden * 8 / 3 / 64) * 64)
+        values.setdefault("parallel3d.model.intermediate_size", int(hidden * 8 / 3 / 64) * 64)
 
 
 class Unread(str):

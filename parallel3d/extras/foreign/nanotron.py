@@ -2,42 +2,40 @@
 
 from parallel3d.extras.foreign.rules import Rule, dropped, missing, same
 
-_P = "parallel3d"
-_MODEL = "model.model_config"
-_RATE = "optimizer.learning_rate_scheduler"
-_STAGE = "data_stages.data"
-_DATA = "data_stages.data.dataset"
-
 TABLE: dict[str, Rule] = {
     # The model
-    f"{_MODEL}.is_llama_config": Rule(f"{_P}.model.family@family", {True: "llama"}),
-    f"{_MODEL}.is_qwen2_config": Rule(f"{_P}.model.family@family", {True: "llama"}),
-    **missing(f"{_MODEL}.is_starcoder2_config", "no such family", False, verdict="REFUSED"),
+    "model.model_config.is_llama_config": Rule("parallel3d.model.family@family", {True: "llama"}),
+    "model.model_config.is_qwen2_config": Rule("parallel3d.model.family@family", {True: "llama"}),
+    **missing(
+        "model.model_config.is_starcoder2_config", "no such family", False, verdict="REFUSED"
+    ),
     **same(
         "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size "
         "max_position_embeddings vocab_size rms_norm_eps rope_theta rope_scaling "
         "tie_word_embeddings attention_bias",
-        f"{_P}.model",
-        f"{_MODEL}.",
+        "parallel3d.model",
+        "model.model_config.",
     ),
-    "model.init_method.std": Rule(f"{_P}.model.initializer_range"),
+    "model.init_method.std": Rule("parallel3d.model.initializer_range"),
     "model.dtype": Rule(
         "bf16.enabled",
         {"bfloat16": True, "float32": False},
         why="not here, where it is fp32: set bf16 or fp16",
     ),
-    **missing(f"{_MODEL}.hidden_act", "silu is the only one", "silu", verdict="REFUSED"),
-    **missing(f"{_MODEL}.moe_config", "write family moe by hand", verdict="REFUSED"),
-    f"{_MODEL}.no_rope_layer": Rule(f"{_P}.model.no_rope_layer_interval@no_rope_layers"),
+    **missing("model.model_config.hidden_act", "silu is the only one", "silu", verdict="REFUSED"),
+    **missing("model.model_config.moe_config", "write family moe by hand", verdict="REFUSED"),
+    "model.model_config.no_rope_layer": Rule(
+        "parallel3d.model.no_rope_layer_interval@no_rope_layers"
+    ),
     **missing(
-        f"{_MODEL}.rope_interleaved {_MODEL}.interleaved_rotary",
+        "model.model_config.rope_interleaved model.model_config.interleaved_rotary",
         "pairs are i and i + half: the same model with rows of query and key in another order",
         False,
     ),
-    **missing(f"{_MODEL}.sliding_window_size", "attention sees the whole sequence"),
-    **missing(f"{_MODEL}.flex_attention_mask", "see parallel3d.data.isolate_documents"),
-    f"{_MODEL}._use_doc_masking": Rule(f"{_P}.data.isolate_documents"),
-    **missing(f"{_MODEL}.z_loss_enabled", "the loss has no z term", False),
+    **missing("model.model_config.sliding_window_size", "attention sees the whole sequence"),
+    **missing("model.model_config.flex_attention_mask", "see parallel3d.data.isolate_documents"),
+    "model.model_config._use_doc_masking": Rule("parallel3d.data.isolate_documents"),
+    **missing("model.model_config.z_loss_enabled", "the loss has no z term", False),
     **missing("model.init_method.use_mup", "see parallel3d.model.parametrization", False),
     **missing(
         "model.init_method.path checkpoints.resume_checkpoint_path",
@@ -48,21 +46,37 @@ TABLE: dict[str, Rule] = {
         "std / sqrt(2 x layers) before the residual",
         "NUM_LAYERS",
     ),
-    **dropped(f"{_MODEL}.initializer_range", "nanotron starts with model.init_method.std"),
-    **dropped(f"{_MODEL}.z_loss_coefficient", "belongs to z_loss_enabled"),
+    **dropped("model.model_config.initializer_range", "nanotron starts with model.init_method.std"),
+    **dropped("model.model_config.z_loss_coefficient", "belongs to z_loss_enabled"),
     **dropped(
-        f"{_MODEL}.bos_token_id {_MODEL}.eos_token_id {_MODEL}.pad_token_id", "the tokenizer's"
+        "model.model_config.bos_token_id model.model_config.eos_token_id "
+        "model.model_config.pad_token_id",
+        "the tokenizer's",
     ),
-    **dropped(f"{_MODEL}.use_cache {_MODEL}.pretraining_tp", "for inference only"),
+    **dropped(
+        "model.model_config.use_cache model.model_config.pretraining_tp", "for inference only"
+    ),
     **dropped("model.make_vocab_size_divisible_by", "vocabularies are cut without padding"),
     # The optimizer
-    f"{_RATE}.learning_rate": Rule("optimizer.params.lr"),
-    f"{_RATE}.min_decay_lr": Rule(f"{_P}.train.lr_schedule.min_ratio@min_lr"),
-    f"{_RATE}.lr_warmup_steps": Rule(f"{_P}.train.lr_schedule.warmup_steps@warmup_steps"),
-    **missing(f"{_RATE}.lr_warmup_style", "the warm-up is linear", "linear"),
-    f"{_RATE}.lr_decay_style": Rule(f"{_P}.train.lr_schedule.type@style"),
-    f"{_RATE}.lr_decay_steps": Rule(f"{_P}.train.lr_schedule.decay_steps@decay_steps"),
-    f"{_RATE}.lr_decay_starting_step": Rule(f"{_P}.train.lr_schedule.decay_steps@start"),
+    "optimizer.learning_rate_scheduler.learning_rate": Rule("optimizer.params.lr"),
+    "optimizer.learning_rate_scheduler.min_decay_lr": Rule(
+        "parallel3d.train.lr_schedule.min_ratio@min_lr"
+    ),
+    "optimizer.learning_rate_scheduler.lr_warmup_steps": Rule(
+        "parallel3d.train.lr_schedule.warmup_steps@warmup_steps"
+    ),
+    **missing(
+        "optimizer.learning_rate_scheduler.lr_warmup_style", "the warm-up is linear", "linear"
+    ),
+    "optimizer.learning_rate_scheduler.lr_decay_style": Rule(
+        "parallel3d.train.lr_schedule.type@style"
+    ),
+    "optimizer.learning_rate_scheduler.lr_decay_steps": Rule(
+        "parallel3d.train.lr_schedule.decay_steps@decay_steps"
+    ),
+    "optimizer.learning_rate_scheduler.lr_decay_starting_step": Rule(
+        "parallel3d.train.lr_schedule.decay_steps@start"
+    ),
     **{
         f"{block}.adam_{name}": Rule(f"optimizer.params.{ours}")
         for block in ("optimizer.optimizer_factory", "optimizer")
@@ -75,60 +89,73 @@ TABLE: dict[str, Rule] = {
     "optimizer.zero_stage": Rule("zero_optimization.stage"),
     **missing("optimizer.accumulate_grad_in_fp32", "gradients are added in fp32", True),
     # The mesh
-    **same("dp pp tp", f"{_P}.mesh", "parallelism."),
+    **same("dp pp tp", "parallel3d.mesh", "parallelism."),
     "parallelism.tp_mode": Rule(
-        f"{_P}.mesh.sequence_parallel", {"REDUCE_SCATTER": True, "ALL_REDUCE": False}
+        "parallel3d.mesh.sequence_parallel", {"REDUCE_SCATTER": True, "ALL_REDUCE": False}
     ),
     "parallelism.pp_engine": Rule(
-        f"{_P}.pipeline.schedule", {"1f1b": "one_f_one_b", "afab": "gpipe"}
+        "parallel3d.pipeline.schedule", {"1f1b": "one_f_one_b", "afab": "gpipe"}
     ),
     "parallelism.recompute_layer": Rule(
-        f"{_P}.pipeline.activation_checkpointing", {True: "full", False: "none"}
+        "parallel3d.pipeline.activation_checkpointing", {True: "full", False: "none"}
     ),
     **missing("parallelism.expert_parallel_size", "write family moe by hand", 1, verdict="REFUSED"),
-    "parallelism.context_parallel_size": Rule(f"{_P}.mesh.cp"),
+    "parallelism.context_parallel_size": Rule("parallel3d.mesh.cp"),
     # Tokens and text
-    "tokens.sequence_length": Rule(f"{_P}.data.sequence_length"),
+    "tokens.sequence_length": Rule("parallel3d.data.sequence_length"),
     "tokens.micro_batch_size": Rule("train_micro_batch_size_per_gpu"),
     "tokens.batch_accumulation_per_replica": Rule("gradient_accumulation_steps"),
-    "tokens.train_steps": Rule(f"{_P}.train.steps@steps"),
-    "tokens.val_check_interval": Rule(f"{_P}.train.evaluate_every", lambda steps: max(0, steps)),
-    "tokenizer.tokenizer_name_or_path": Rule(f"{_P}.data.tokenizer@tokenizer"),
+    "tokens.train_steps": Rule("parallel3d.train.steps@steps"),
+    "tokens.val_check_interval": Rule(
+        "parallel3d.train.evaluate_every", lambda steps: max(0, steps)
+    ),
+    "tokenizer.tokenizer_name_or_path": Rule("parallel3d.data.tokenizer@tokenizer"),
     **missing("tokenizer.tokenizer_revision", "name a folder with that revision"),
     **missing("tokenizer.tokenizer_max_length", "documents of any length are packed"),
-    f"{_DATA}.hf_dataset_or_datasets": Rule(f"{_P}.data.name"),
-    f"{_DATA}.hf_dataset_splits": Rule(f"{_P}.data.split"),
-    f"{_DATA}.hf_dataset_config_name": Rule(f"{_P}.data.subset"),
-    f"{_DATA}.text_column_name": Rule(f"{_P}.data.text_field"),
-    f"{_DATA}.dataset_folder": Rule(
-        f"{_P}.data.paths@files",
+    "data_stages.data.dataset.hf_dataset_or_datasets": Rule("parallel3d.data.name"),
+    "data_stages.data.dataset.hf_dataset_splits": Rule("parallel3d.data.split"),
+    "data_stages.data.dataset.hf_dataset_config_name": Rule("parallel3d.data.subset"),
+    "data_stages.data.dataset.text_column_name": Rule("parallel3d.data.text_field"),
+    "data_stages.data.dataset.dataset_folder": Rule(
+        "parallel3d.data.paths@files",
         lambda names: [f"{name}/*.ds" for name in ([names] if type(names) is str else names)],
     ),
-    f"{_DATA}.dataset_weights": Rule(f"{_P}.data.mixture@weights"),
-    **missing(f"{_DATA}.dataset_path", 'arrays of ids: data.source "tokens" with data.paths'),
-    **missing(f"{_DATA}.pad_samples_to_global_batch_size", "samples are not padded", False),
-    **missing(f"{_DATA}.dataset_max_tokens", "all tokens are used"),
+    "data_stages.data.dataset.dataset_weights": Rule("parallel3d.data.mixture@weights"),
+    **missing(
+        "data_stages.data.dataset.dataset_path",
+        'arrays of ids: data.source "tokens" with data.paths',
+    ),
+    **missing(
+        "data_stages.data.dataset.pad_samples_to_global_batch_size", "samples are not padded", False
+    ),
+    **missing("data_stages.data.dataset.dataset_max_tokens", "all tokens are used"),
     **missing("data_stages.start_training_step", "the first stage starts at once", 0, 1),
     **missing("data_stages[1:]", "a run has one mixture; start another from a checkpoint of it"),
     **dropped(
-        f"{_DATA}.token_size_in_bytes",
+        "data_stages.data.dataset.token_size_in_bytes",
         "2, or 4 for vocabularies above 65,536 (parallel3d.data.token_dtype)",
     ),
-    **dropped(f"{_DATA}.tokenizer_name {_DATA}.vocab_size", "as tokenizer and model say"),
-    **dropped(f"{_STAGE}.seed", "parallel3d.train.seed orders the samples"),
     **dropped(
-        f"{_STAGE}.num_loading_workers {_DATA}.dataset_overwrite_cache {_DATA}.use_json_format "
-        f"{_DATA}.dataset_processing_num_proc_per_process {_DATA}.return_positions "
-        f"{_DATA}.use_old_brrr_dataloader {_DATA}.dataset_read_path {_DATA}.skip_in_stream "
-        f"{_DATA}.shuffle_files",
+        "data_stages.data.dataset.tokenizer_name data_stages.data.dataset.vocab_size",
+        "as tokenizer and model say",
+    ),
+    **dropped("data_stages.data.seed", "parallel3d.train.seed orders the samples"),
+    **dropped(
+        "data_stages.data.num_loading_workers data_stages.data.dataset.dataset_overwrite_cache "
+        "data_stages.data.dataset.use_json_format "
+        "data_stages.data.dataset.dataset_processing_num_proc_per_process "
+        "data_stages.data.dataset.return_positions "
+        "data_stages.data.dataset.use_old_brrr_dataloader "
+        "data_stages.data.dataset.dataset_read_path data_stages.data.dataset.skip_in_stream "
+        "data_stages.data.dataset.shuffle_files",
         "see docs/data.md: text is tokenised once and shuffled",
     ),
     **dropped("data_stages.name", "a label"),
     **dropped("tokens.limit_val_batches", "set parallel3d.train.evaluate_samples"),
     **dropped("tokens.limit_test_batches", "see parallel3d.data.validation"),
     # The rest
-    "general.seed": Rule(f"{_P}.train.seed"),
-    "checkpoints.checkpoint_interval": Rule(f"{_P}.checkpoint.every"),
+    "general.seed": Rule("parallel3d.train.seed"),
+    "checkpoints.checkpoint_interval": Rule("parallel3d.checkpoint.every"),
     **dropped("general.project general.run", "set parallel3d.run.name"),
     **dropped(
         "general.step general.consumed_train_samples general.benchmark_csv_path "
@@ -149,8 +176,9 @@ TABLE: dict[str, Rule] = {
     **dropped("lighteval", "see docs/huggingface.md"),
     **dropped("profiler", "set parallel3d.train.profile"),
     **dropped(
-        f"{_MODEL}._attn_implementation {_MODEL}._fused_rms_norm {_MODEL}._fused_rotary_emb "
-        f"{_MODEL}._use_qkv_packed model.ddp_bucket_cap_mb optimizer.torch_adam_is_fused "
+        "model.model_config._attn_implementation model.model_config._fused_rms_norm "
+        "model.model_config._fused_rotary_emb model.model_config._use_qkv_packed "
+        "model.ddp_bucket_cap_mb optimizer.torch_adam_is_fused "
         "optimizer.optimizer_factory.torch_adam_is_fused parallelism.tp_recompute_allgather "
         "parallelism.tp_linear_async_communication parallelism.moe_layer_recompute",
         "the device and the mesh decide",
@@ -160,12 +188,12 @@ TABLE: dict[str, Rule] = {
 TABLE |= {
     setting.removeprefix("data_stages."): rule
     for setting, rule in TABLE.items()
-    if setting.startswith(_STAGE)
+    if setting.startswith("data_stages.data")
 }
 DEFAULTS: dict[str, object] = {
     "model.dtype": "bfloat16",
-    f"{_MODEL}.rms_norm_eps": 1e-6,
-    f"{_RATE}.lr_decay_style": "linear",
+    "model.model_config.rms_norm_eps": 1e-6,
+    "optimizer.learning_rate_scheduler.lr_decay_style": "linear",
     "optimizer.clip_grad": 0.0,
     "general.seed": 42,
 }

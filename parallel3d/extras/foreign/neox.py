@@ -4,51 +4,52 @@ from typing import Any
 
 from parallel3d.extras.foreign.rules import Rule, dropped, missing, same
 
-_P = "parallel3d"
 _FULL = ("global", "flash")
 _NORMS = ("layernorm", "rmsnorm")
 
 TABLE: dict[str, Rule] = {
     # The mesh
-    "pipe_parallel_size": Rule(f"{_P}.mesh.pp", lambda size: max(1, size)),
-    "model_parallel_size": Rule(f"{_P}.mesh.tp"),
-    "sequence_parallel": Rule(f"{_P}.mesh.sequence_parallel"),
-    "context_parallel_size": Rule(f"{_P}.mesh.cp", lambda size: max(1, size)),
+    "pipe_parallel_size": Rule("parallel3d.mesh.pp", lambda size: max(1, size)),
+    "model_parallel_size": Rule("parallel3d.mesh.tp"),
+    "sequence_parallel": Rule("parallel3d.mesh.sequence_parallel"),
+    "context_parallel_size": Rule("parallel3d.mesh.cp", lambda size: max(1, size)),
     **dropped("pipe_partition_method", "layers are placed on stages by their cost"),
     # The model
-    "num_layers": Rule(f"{_P}.model.num_hidden_layers"),
-    **same("hidden_size num_attention_heads max_position_embeddings", f"{_P}.model"),
-    "num_kv_heads": Rule(f"{_P}.model.num_key_value_heads"),
-    "intermediate_size": Rule(f"{_P}.model.intermediate_size@inner"),
-    "expansion_factor": Rule(f"{_P}.model.intermediate_size@expansion"),
-    "mlp_multiple_of": Rule(f"{_P}.model.intermediate_size@multiple"),
+    "num_layers": Rule("parallel3d.model.num_hidden_layers"),
+    **same("hidden_size num_attention_heads max_position_embeddings", "parallel3d.model"),
+    "num_kv_heads": Rule("parallel3d.model.num_key_value_heads"),
+    "intermediate_size": Rule("parallel3d.model.intermediate_size@inner"),
+    "expansion_factor": Rule("parallel3d.model.intermediate_size@expansion"),
+    "mlp_multiple_of": Rule("parallel3d.model.intermediate_size@multiple"),
     "norm": Rule(
-        f"{_P}.model.family@norm",
+        "parallel3d.model.family@norm",
         {f"{te}{n}": n for te in ("", "te_") for n in _NORMS},
         verdict="REFUSED",
     ),
-    "layernorm_epsilon": Rule(f"{_P}.model@layer_norm_eps"),
-    "rms_norm_epsilon": Rule(f"{_P}.model@rms_norm_eps"),
+    "layernorm_epsilon": Rule("parallel3d.model@layer_norm_eps"),
+    "rms_norm_epsilon": Rule("parallel3d.model@rms_norm_eps"),
     "pos_emb": Rule(
-        f"{_P}.model.family@position",
+        "parallel3d.model.family@position",
         {"learned": "learned", "rotary": "rotary"},
         verdict="REFUSED",
     ),
-    "rotary_pct": Rule(f"{_P}.model.rotary_pct@rotary_pct"),
-    "rotary_emb_base": Rule(f"{_P}.model@rope_theta"),
-    "no_weight_tying": Rule(f"{_P}.model.tie_word_embeddings", lambda untied: not untied),
-    "gpt_j_residual": Rule(f"{_P}.model.use_parallel_residual@parallel_residual"),
+    "rotary_pct": Rule("parallel3d.model.rotary_pct@rotary_pct"),
+    "rotary_emb_base": Rule("parallel3d.model@rope_theta"),
+    "no_weight_tying": Rule("parallel3d.model.tie_word_embeddings", lambda untied: not untied),
+    "gpt_j_residual": Rule("parallel3d.model.use_parallel_residual@parallel_residual"),
     **missing("gpt_j_tied", "attention and MLP have a norm each", False, verdict="REFUSED"),
     "activation": Rule(
-        f"{_P}.model.family@mlp",
+        "parallel3d.model.family@mlp",
         {"gelu": "gelu", "swiglu": "swiglu", "silu": "silu"},
         verdict="REFUSED",
     ),
-    "mlp_type": Rule(f"{_P}.model.family@mlp_type", {"llama": "llama"}, plain=("regular",)),
-    "bias_gelu_fusion": Rule(f"{_P}.model.activation@gelu", {True: "gelu_fast", False: "gelu"}),
+    "mlp_type": Rule("parallel3d.model.family@mlp_type", {"llama": "llama"}, plain=("regular",)),
+    "bias_gelu_fusion": Rule(
+        "parallel3d.model.activation@gelu", {True: "gelu_fast", False: "gelu"}
+    ),
     **dict.fromkeys(
         ("use_bias_in_attn_linear", "use_bias_in_mlp", "use_bias_in_norms"),
-        Rule(f"{_P}.model.family@bias", plain=(True,)),
+        Rule("parallel3d.model.family@bias", plain=(True,)),
     ),
     **missing("use_qk_layernorm", "no LayerNorm on query and key", False, verdict="REFUSED"),
     "attention_config": Rule(
@@ -58,15 +59,15 @@ TABLE: dict[str, Rule] = {
         verdict="REFUSED",
     ),
     **missing("sliding_window_width", "attention sees the whole sequence"),
-    "init_method_std": Rule(f"{_P}.model.initializer_range"),
+    "init_method_std": Rule("parallel3d.model.initializer_range"),
     **missing("init_method", "weights start normal, with initializer_range", "normal"),
     **missing(
         "output_layer_init_method",
         "initializer_range / sqrt(2 x layers) before the residual",
         "scaled_normal",
     ),
-    "hidden_dropout": Rule(f"{_P}.model@dropout"),
-    "attention_dropout": Rule(f"{_P}.model.attn_pdrop@attention_dropout"),
+    "hidden_dropout": Rule("parallel3d.model@dropout"),
+    "attention_dropout": Rule("parallel3d.model.attn_pdrop@attention_dropout"),
     **missing("use_mup", "see parallel3d.model.parametrization", False),
     **dropped(
         "mup_lr mup_std mup_d_model_base mup_hidden_size mup_save save_base_shapes "
@@ -86,13 +87,13 @@ TABLE: dict[str, Rule] = {
     **missing("optimizer.type", "AdamW is the only one", "Adam", "AdamW", "CPU_Adam"),
     **dropped("optimizer.params.max_grad_norm", "as gradient_clipping says"),
     "weight_decay": Rule("optimizer.params.weight_decay"),
-    "min_lr": Rule(f"{_P}.train.lr_schedule.min_ratio@min_lr"),
+    "min_lr": Rule("parallel3d.train.lr_schedule.min_ratio@min_lr"),
     "lr_decay_style": Rule(
-        f"{_P}.train.lr_schedule.type@style",
+        "parallel3d.train.lr_schedule.type@style",
         {"linear": "linear", "cosine": "cosine", "constant": "constant"},
     ),
-    "lr_decay_iters": Rule(f"{_P}.train.lr_schedule@end"),
-    "warmup": Rule(f"{_P}.train.lr_schedule.warmup_steps@warmup_fraction"),
+    "lr_decay_iters": Rule("parallel3d.train.lr_schedule@end"),
+    "warmup": Rule("parallel3d.train.lr_schedule.warmup_steps@warmup_fraction"),
     **dropped(
         "override_lr_scheduler use_checkpoint_lr_scheduler", "a resumed run goes on by itself"
     ),
@@ -100,8 +101,8 @@ TABLE: dict[str, Rule] = {
         "zero_optimization.offload_optimizer.device", {True: "cpu"}, plain=(False,)
     ),
     # Batch, length and precision
-    "seq_length": Rule(f"{_P}.data.sequence_length"),
-    "train_iters": Rule(f"{_P}.train.steps@steps"),
+    "seq_length": Rule("parallel3d.data.sequence_length"),
+    "train_iters": Rule("parallel3d.train.steps@steps"),
     "gas": Rule("gradient_accumulation_steps"),
     "precision": Rule(
         "bf16.enabled", {"bfloat16": True, "fp32": False}, why='set "fp16": {"enabled": true}'
@@ -110,7 +111,7 @@ TABLE: dict[str, Rule] = {
     **dropped("fp16.fp16", "as fp16.enabled says"),
     **missing("fp32_allreduce", "gradients are averaged in fp32", True),
     "checkpoint_activations": Rule(
-        f"{_P}.pipeline.activation_checkpointing", {True: "full", False: "none"}
+        "parallel3d.pipeline.activation_checkpointing", {True: "full", False: "none"}
     ),
     **dropped(
         "checkpoint_num_layers checkpoint_in_cpu synchronize_each_layer contiguous_checkpointing",
@@ -127,31 +128,31 @@ TABLE: dict[str, Rule] = {
     # Data
     **dict.fromkeys(
         ("data_path", "train_data_paths"),
-        Rule(f"{_P}.data.paths@files", lambda paths: [paths] if type(paths) is str else paths),
+        Rule("parallel3d.data.paths@files", lambda paths: [paths] if type(paths) is str else paths),
     ),
-    "train_data_weights": Rule(f"{_P}.data.mixture@weights"),
+    "train_data_weights": Rule("parallel3d.data.mixture@weights"),
     **dropped(
         "valid_data_paths valid_data_weights test_data_paths test_data_weights split",
         "text is held out; see parallel3d.data.held_out_fraction and parallel3d.data.validation",
     ),
     **missing("data_impl", "files are mapped into memory", "mmap", "infer"),
     "tokenizer_type": Rule(
-        f"{_P}.data.tokenizer@tokenizer",
+        "parallel3d.data.tokenizer@tokenizer",
         {"GPT2BPETokenizer": "gpt2", "HFTokenizer": "folder", "SPMTokenizer": "folder"},
         why="set parallel3d.data.tokenizer",
     ),
-    "vocab_file": Rule(f"{_P}.data.tokenizer@tokenizer_path"),
+    "vocab_file": Rule("parallel3d.data.tokenizer@tokenizer_path"),
     **dropped("merge_file", "is in the tokenizer's folder"),
-    "reset_attention_mask": Rule(f"{_P}.data.isolate_documents"),
+    "reset_attention_mask": Rule("parallel3d.data.isolate_documents"),
     # Evaluation, checkpoints and output
-    "eval_interval": Rule(f"{_P}.train.evaluate_every"),
+    "eval_interval": Rule("parallel3d.train.evaluate_every"),
     **dropped("eval_iters", "set parallel3d.train.evaluate_samples"),
-    **dict.fromkeys(("checkpoint_factor", "save_interval"), Rule(f"{_P}.checkpoint.every")),
+    **dict.fromkeys(("checkpoint_factor", "save_interval"), Rule("parallel3d.checkpoint.every")),
     "extra_save_iters": Rule(
-        f"{_P}.checkpoint.at", lambda steps: [step for step in steps if step > 0]
+        "parallel3d.checkpoint.at", lambda steps: [step for step in steps if step > 0]
     ),
-    "keep_last_n_checkpoints": Rule(f"{_P}.checkpoint.keep", lambda number: max(2, number)),
-    "seed": Rule(f"{_P}.train.seed"),
+    "keep_last_n_checkpoints": Rule("parallel3d.checkpoint.keep", lambda number: max(2, number)),
+    "seed": Rule("parallel3d.train.seed"),
     **missing(
         "finetune", "weights come over through Hugging Face: set model.from_pretrained", False
     ),
@@ -189,7 +190,7 @@ DEFAULTS: dict[str, object] = {
 def complete(values: dict[str, Any]) -> None:
     """Choose the MLP and its width, as GPT-NeoX's `ParallelMLP` and `LLaMAParallelMLP` do."""
     values.setdefault("@bias", True)
-    hidden = values.get(f"{_P}.model.hidden_size", 0)
+    hidden = values.get("parallel3d.model.hidden_size", 0)
     inner = values.get("@inner", int(values.get("@expansion", 4) * hidden))
     if values.get("@mlp") == "swiglu":  # 2/3 of the width, in halves that are rounded up
         multiple = values.get("@multiple", 256)
@@ -197,4 +198,4 @@ def complete(values: dict[str, Any]) -> None:
     elif values.get("@mlp_type") == "llama":  # 8/3 x hidden_size, rounded up, as in family llama
         values["@mlp"] = "swiglu"
     if inner != 4 * hidden:
-        values[f"{_P}.model.intermediate_size"] = inner
+        values["parallel3d.model.intermediate_size"] = inner
