@@ -34,6 +34,11 @@ class RankError(RuntimeError):
     """An error of a single rank, such as a file that shrank; commands exit with code 1."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def pack_error(error: Exception) -> str:
     """Return one of this module's errors as text for another process; "" for any other error."""
     kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)

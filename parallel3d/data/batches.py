@@ -14,7 +14,7 @@ from parallel3d.base.errors import DataError
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.data.deal import num_pairs
 from parallel3d.data.fim import Fim
-from parallel3d.data.order import GOLDEN, Mixing, sample_index
+from parallel3d.data.order import GOLDEN, Mixing, each_number, sample_index
 from parallel3d.data.sharded import ShardedTokens
 
 
@@ -122,16 +122,15 @@ class Batches:
         parts, starts = self.windows(first_sample, count)
         windows = np.empty((count, self.sequence_length + 1), dtype=np.int64)
         within = np.arange(self.sequence_length + 1)
-        for part in np.unique(parts):
-            here = parts == part
+        for part, here in each_number(parts):
             windows[here] = self.streams[part].tokens[starts[here][:, None] + within]
         return windows[:, :-1].copy(), windows[:, 1:].copy()
 
     def _packed(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         parts, places, _ = self.places(first_sample, count)
         tokens, labels = np.zeros((2, *places.shape), dtype=np.int64)
-        for part in np.unique(parts):
-            here = (parts == part)[:, None] & (places >= 0)
+        for part, is_own in each_number(parts):
+            here = is_own[:, None] & (places >= 0)
             tokens[here] = self.streams[part].tokens[places[here]]
             labels[here] = self.streams[part].tokens[places[here] + 1]
         return tokens, labels
@@ -147,8 +146,9 @@ class Batches:
             pieces = documents_of(tokens, fim.end_of_text)
         for row, part in enumerate(parts):
             sample = (tokens[row], labels[row], weights[row])
-            bounds = self.streams[part].bounds
-            fim.rearrange(first_sample + row, bounds, places[row], pieces[row], sample)
+            fim.rearrange(
+                first_sample + row, self.streams[part].bounds, places[row], pieces[row], sample
+            )
         return tokens, labels, weights
 
     @property
@@ -163,8 +163,8 @@ class Batches:
         parts, places, _ = self.places(first_sample, count)
         is_token = places >= 0
         weights = is_token.astype(np.float32)
-        for part in np.unique(parts):
-            here = (parts == part)[:, None] & is_token
+        for part, is_own in each_number(parts):
+            here = is_own[:, None] & is_token
             stream_weights = self.streams[part].weights
             if stream_weights is not None:
                 weights[here] = stream_weights[places[here] + 1]
@@ -176,10 +176,10 @@ class Batches:
             return 0
         parts, samples = self.windows(first_sample, count)
         padding = 0
-        for part in np.unique(parts):
+        for part, here in each_number(parts):
             packing = self.streams[part].packing
             assert packing, "all parts are packed"
-            padding += packing.padding(samples[parts == part])
+            padding += packing.padding(samples[here])
         return padding
 
     def attention_work(self, first_sample: int, count: int, most_keys: Sequence[int]) -> np.ndarray:
@@ -211,9 +211,8 @@ class Batches:
         parts, starts = self.windows(first_sample, count)
         places = starts[:, None] + np.arange(self.sequence_length)
         pieces = np.zeros_like(places)
-        for part in np.unique(parts):
+        for part, here in each_number(parts):
             packing = self.streams[part].packing
-            here = parts == part
             if packing:
                 places[here], pieces[here] = packing.positions(starts[here])
         return parts, places, pieces
@@ -225,10 +224,9 @@ class Batches:
         """
         parts, places = self._mixing.assign(np.arange(first_sample, first_sample + count))
         starts = np.empty(count, dtype=np.int64)
-        for part in np.unique(parts):
-            here = parts == part
+        for part, here in each_number(parts):
             # Streams of equal length must not share one order.
-            seed = self.seed + int(part) * GOLDEN
+            seed = self.seed + part * GOLDEN
             tokens = self.streams[part].tokens
             if isinstance(tokens, ShardedTokens):
                 starts[here] = tokens.sample_starts(seed, places[here], self.sequence_length)

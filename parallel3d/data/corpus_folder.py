@@ -18,7 +18,9 @@ from parallel3d.data.cache import DAYS_KEPT, MANIFEST, digest_of, is_complete, p
 from parallel3d.data.corpus import HELD_OUT_BYTES, HELD_OUT_COUNTS, PLACE, entropy, streams_of
 from parallel3d.data.documents import Documents
 from parallel3d.data.facts import Facts
+from parallel3d.data.ids.id_file import spread
 from parallel3d.data.lines import PIECE_BYTES
+from parallel3d.data.order import bounds_of
 from parallel3d.data.shards import ShardPlan, cut, make_shards, num_workers, shard_folders
 from parallel3d.data.sources import Progress
 from parallel3d.data.tokenizer import (
@@ -61,9 +63,10 @@ class Recipe:
 
     def key(self) -> str:
         """Return the corpus's name in the cache: a digest of its contents, not of file names."""
-        trained = f"trained to {self.vocab_size}"
-        parts = [FORMAT, directory_digest(self.tokenizer) if self.tokenizer else trained]
-        return digest_of(*parts, *contents_of(self.documents.table, self.held_out))
+        tokenizer = f"trained to {self.vocab_size}"
+        if self.tokenizer:
+            tokenizer = directory_digest(self.tokenizer)
+        return digest_of(FORMAT, tokenizer, *contents_of(self.documents.table, self.held_out))
 
     def fill(self, folder: Path, unfinished: Path, workers: int | str, progress: Progress) -> None:
         """Write the corpus to `folder`, and intermediate shards to `unfinished`.
@@ -170,8 +173,7 @@ def write_facts(
     """
     # Stable, so that each part keeps its order; training documents come first.
     order = np.argsort(held_out, kind="stable")
-    bounds = np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64)
-    bounds.tofile(folder / "bounds.bin")
+    bounds_of(lengths[order]).tofile(folder / "bounds.bin")
     np.save(folder / "counts.npy", counts, allow_pickle=False)
     np.save(folder / "places.npy", table[["file", "row"]][order].astype(PLACE), allow_pickle=False)
     (folder / "names.json").write_text(json.dumps(names))
@@ -236,10 +238,10 @@ def _shortened(text: str) -> str:
 
 def _excerpts(documents: Documents) -> list[str]:
     """Return the first EXCERPT characters of EXCERPTS documents."""
-    indices = np.unique(np.linspace(0, len(documents) - 1, EXCERPTS).astype(int))
+
     excerpts = []
     is_start = True
-    for text, last in documents.pieces(indices):
+    for text, last in documents.pieces(spread(len(documents), EXCERPTS)):
         if is_start:
             excerpts.append(text[:EXCERPT])
         is_start = last

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import groupby
@@ -14,9 +14,9 @@ import numpy as np
 from parallel3d.base.errors import DataError
 from parallel3d.data.cache import digest_of, load_index, save_index, state_of
 from parallel3d.data.facts import Facts, SkippedDocument
-from parallel3d.data.lines import EMPTY, UNREADABLE, Flaw
+from parallel3d.data.lines import EMPTY, UNREADABLE, Flaw, Piece
 from parallel3d.data.rows import FileReader, new_digest, place_of
-from parallel3d.data.sources import Files, Progress, no_progress
+from parallel3d.data.sources import Files, OnCount, Progress, no_progress
 
 LISTED = 20  # flaws in one message
 
@@ -37,10 +37,13 @@ class Skips:
         """Count a flaw, or the number of documents of its file that are `dropped` for it."""
         self.counts[flaw.reason] += max(flaw.num_rows, dropped)
         if flaw.reason != EMPTY and len(self.listed) < LISTED:
-            line = flaw.row or None
-            message = str(flaw)
             self.listed.append(
-                {"file": name, "line": line, "reason": flaw.reason, "message": message}
+                {
+                    "file": name,
+                    "line": flaw.row or None,
+                    "reason": flaw.reason,
+                    "message": str(flaw),
+                }
             )
 
     def add_all(self, other: "Skips") -> None:
@@ -95,7 +98,7 @@ class Documents:
         entry = self.table[index]
         return place_of(self.files.kind, self.files.names[entry["file"]], int(entry["row"]))
 
-    def pieces(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[str, bool]]:
+    def pieces(self, indices: Sequence[int] | np.ndarray) -> Iterator[Piece]:
         """Yield the texts of the documents `indices` (ascending) as (piece, is the last one).
 
         Raises DataError instead of yielding the last piece of a document that has changed.
@@ -174,9 +177,7 @@ def find_documents(
     return Documents(files, table, skips)
 
 
-def _scan(
-    reader: FileReader, on_bytes: Callable[[int], None], on_error: str
-) -> tuple[np.ndarray, Skips]:
+def _scan(reader: FileReader, on_bytes: OnCount, on_error: str) -> tuple[np.ndarray, Skips]:
     """Return the table of a file's documents; call `on_bytes` with the bytes read so far."""
     table = bytearray()
     skips = Skips()
@@ -199,7 +200,7 @@ def _scan(
 
 
 def _indexed(
-    reader: FileReader, indexes: Path, on_bytes: Callable[[int], None], on_error: str
+    reader: FileReader, indexes: Path, on_bytes: OnCount, on_error: str
 ) -> tuple[np.ndarray, Skips]:
     """Return what `_scan` does, from the cache if the file has rows and is unchanged."""
     if reader.kind == "whole":

@@ -10,6 +10,7 @@ from parallel3d.base.errors import DataError
 from parallel3d.base.step_lines import finite
 from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import HELD_OUT_BYTES, HELD_OUT_COUNTS, Corpus, Mixture, TokenStream
+from parallel3d.data.order import each_number
 
 # Seed of the samples' order, independent of the run's seed. Must not change, so that losses of
 # different runs can be compared.
@@ -148,9 +149,8 @@ class EvaluationSamples:
         parts, starts = self.batches.windows(first, count)
         labels = starts[:, None] + np.arange(1, self.batches.sequence_length + 1)
         places = np.empty(labels.shape, dtype=np.int64)
-        for part in np.unique(parts):
+        for part, here in each_number(parts):
             bounds = self.batches.streams[part].bounds
-            here = parts == part
             within = bounds.searchsorted(labels[here], side="right") - 1
             places[here] = self._firsts[part] + within
         return places

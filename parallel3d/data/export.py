@@ -63,7 +63,7 @@ def _write(corpus: Corpus, prefix: str) -> dict[str, object]:
     finally:
         for path in (partial, index):
             with suppress(OSError):
-                path.unlink(missing_ok=True)
+                path.unlink()
     return {
         "prefix": prefix,
         "dtype": dtype.name,

@@ -22,6 +22,10 @@ NOT_TEXT = "not a string"
 COMPRESSED = (".gz", ".bz2", ".zst")
 
 
+Piece = tuple[str, bool]
+"""A piece of a document's text, and True if it is the last one."""
+
+
 class Flaw(DataError):
     """The reason why the document at `row` is unusable; row 0 means a file of `num_rows` rows."""
 
@@ -32,7 +36,7 @@ class Flaw(DataError):
         self.row = 0
 
 
-def pieces_of(blocks: Iterable[bytes], place: str, remedy: str = "") -> Iterator[tuple[str, bool]]:
+def pieces_of(blocks: Iterable[bytes], place: str, remedy: str = "") -> Iterator[Piece]:
     """Yield (piece, is the last one) of a text that arrives in blocks of bytes.
 
     A leading byte order mark is dropped; an empty text has no pieces. Raises Flaw if the text is
@@ -46,8 +50,10 @@ def pieces_of(blocks: Iterable[bytes], place: str, remedy: str = "") -> Iterator
             yield ready, False
         ready = text
     if ready and is_nul:
-        what = "contains only NUL bytes, as after an interrupted write"
-        raise Flaw(NUL, f"{place} {what}; restore or remove it")
+        raise Flaw(
+            NUL,
+            f"{place} contains only NUL bytes, as after an interrupted write; restore or remove it",
+        )
     if ready:
         yield ready, True
 
@@ -69,10 +75,11 @@ def _decoded(blocks: Iterable[bytes], place: str, remedy: str) -> Iterator[str]:
 
 def not_utf8(error: UnicodeDecodeError, place: str, before: int = 0, remedy: str = "") -> Flaw:
     """Return the flaw for a decoding error in a block that begins at byte `before`."""
-    byte = error.object[error.start]
-    offset = before + error.start
-    what = f"byte 0x{byte:02x} at offset {offset} ({error.reason})"
-    return Flaw(NOT_UTF8, f"{place} is not UTF-8: {what}; convert the file with iconv{remedy}")
+    return Flaw(
+        NOT_UTF8,
+        f"{place} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset"
+        f" {before + error.start} ({error.reason}); convert the file with iconv{remedy}",
+    )
 
 
 def suggest_fields(names: Iterable[str]) -> str:

@@ -18,13 +18,14 @@ other. So a run needs two groups of shards on its disk, and the state of a loade
 integer. If the window holds all shards, there is one group, ordered as a local corpus is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache, reduce
 from itertools import chain
 from math import gcd, lcm
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 ROUNDS = 8
 # With fewer bits the round function has too few outcomes to mix well; small sets walk longer.
@@ -93,13 +94,25 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
     while sum(rounded) != MAX_PATTERN:
         # Add to the largest remainders, or subtract from the smallest if some were raised to 1.
         step = 1 if sum(rounded) < MAX_PATTERN else -1
-        owed = []
-        for part, number in enumerate(rounded):
-            if number + step >= 1:
-                owed.append((step * (ideal[part] - number), part))
+        owed = [
+            (step * (ideal[part] - number), part)
+            for part, number in enumerate(rounded)
+            if number + step >= 1
+        ]
         _, part = max(owed)
         rounded[part] += step
     return rounded
+
+
+def bounds_of(sizes: ArrayLike) -> np.ndarray:
+    """Return the bounds of consecutive parts of these sizes [n]: int64 [n + 1], from 0."""
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+
+def each_number(numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each distinct number, and which of the numbers are equal to it: bool [n]."""
+    for number in np.unique(numbers).tolist():
+        yield number, numbers == number
 
 
 class Mixing:
@@ -122,15 +135,14 @@ class Mixing:
         self._mixings = [self, *(Mixing(own) for _, own in changes)]
         self._firsts = np.array([0, *(first for first, _ in changes)])
         counts = zip(self._mixings, np.diff(self._firsts).tolist(), strict=False)
-        none = np.zeros_like(self.shares)
-        self._done = np.cumsum([none, *(one._count(number) for one, number in counts)], axis=0)
+        done = [np.zeros_like(self.shares), *(one._count(number) for one, number in counts)]
+        self._done = np.cumsum(done, axis=0)
 
     def assign(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the part of each global index [n], and the place in that part's own order."""
         parts, places = np.empty((2, len(index)), dtype=np.int64)
         numbers = np.searchsorted(self._firsts, index, side="right") - 1
-        for number in np.unique(numbers).tolist():
-            here = numbers == number
+        for number, here in each_number(numbers):
             mixing = self._mixings[number]
             block, place = np.divmod(index[here] - self._firsts[number], mixing.period)
             part = mixing._part[place]
@@ -188,7 +200,7 @@ class ShardOrder:
     def __init__(self, counts: np.ndarray, window: int) -> None:
         self.num_shards = len(counts)
         self.window = window
-        self.firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.firsts = bounds_of(counts)
         self.num_samples = int(self.firsts[-1])
         self.num_groups = -(-self.num_shards // window)
         # Groups of about equal size: a small one at the end would be shuffled less.

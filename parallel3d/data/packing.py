@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from parallel3d.data.facts import Facts
+from parallel3d.data.order import bounds_of
 
 # Part of the cache key; raise it when the same documents are packed differently.
 FORMAT = 1
@@ -53,7 +54,7 @@ class Packing:
             room,
             (bounds[document] + before)[order],
             lengths[order].astype(np.int32),
-            np.concatenate([[0], np.cumsum(pieces)]),
+            bounds_of(pieces),
         )
 
     def __len__(self) -> int:

@@ -39,7 +39,7 @@ from parallel3d.data.order import whole_shares
 from parallel3d.data.sources import Progress, find_files, has_split, no_progress
 from parallel3d.data.split import num_common, split_documents
 from parallel3d.data.streams import check_room, make_manifest, open_shard_cache, open_stream
-from parallel3d.data.tokenised import Tokenised, TokenRecipe, find_tokens, vocabulary_of
+from parallel3d.data.tokenised import Source, Tokenised, TokenRecipe, find_tokens, vocabulary_of
 from parallel3d.data.tokenizer import save_tokenizer, tokenizer_directory
 
 # A larger corpus is only compared in size when it is opened.
@@ -108,7 +108,7 @@ class _Preparation:
     def run(self) -> Corpus:
         """Return the corpus, with its validation sets."""
         config = self.config
-        parts: tuple[PartConfig | DataConfig, ...] = config.mixture or (config,)
+        parts: tuple[Source, ...] = config.mixture or (config,)
         progress_of = [self._progress_of(number, len(parts)) for number in range(len(parts))]
         sources: list[Documents | Tokenised | None] = []
         for number, part in enumerate(parts):
@@ -144,15 +144,14 @@ class _Preparation:
         Fim.of(config.fim, corpus)  # refuses a tokenizer without the special tokens
         return pack(replace(corpus, validation=sets), config, self.progress)
 
-    def _find(self, section: DataConfig | PartConfig, progress: Progress) -> Documents | Tokenised:
+    def _find(self, section: Source, progress: Progress) -> Documents | Tokenised:
         """Return the documents of a source of text or of token ids; not for mixtures."""
         config = self.config
         if yields_token_ids(section):
             vocabulary = vocabulary_of(config, self.tokenizer)
             return find_tokens(section, vocabulary, self.cache, progress)
-        rule = (config.on_error, config.max_skipped)
         files = find_files(section, config.max_line_bytes)
-        return find_documents(files, self.cache, progress, rule)
+        return find_documents(files, self.cache, progress, (config.on_error, config.max_skipped))
 
     def _build(
         self, source: Documents | Tokenised, held_out: np.ndarray, progress: Progress
@@ -213,8 +212,13 @@ class _Preparation:
         weights = [share / sum(shares) for share in shares]
         parts = []
         for corpus, weight, section in zip(corpora, weights, self.config.mixture, strict=True):
-            name = self._name(corpus.directory)
-            parts.append({"corpus": name, "weight": weight, "label": _label(section)})
+            parts.append(
+                {
+                    "corpus": self._name(corpus.directory),
+                    "weight": weight,
+                    "label": _label(section),
+                }
+            )
         starts = {start for part in self.config.mixture for start, _ in weight_changes(part)}
         changes = [[start, weights_at(self.config, start)] for start in sorted(starts - {0})]
         changing = [json.dumps(changes)] if changes else []
@@ -315,7 +319,7 @@ def validation_sets(config: DataConfig) -> dict[str, PartConfig]:
     """
     sets: dict[str, PartConfig] = dict(config.validation)
     split = config.validation_split
-    sources: dict[str, PartConfig | DataConfig] = {"validation": config}
+    sources: dict[str, Source] = {"validation": config}
     for number, part in enumerate(config.mixture):
         sources[f"mixture.{number}.validation"] = part
     for name, source in sources.items():

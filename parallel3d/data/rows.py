@@ -17,6 +17,7 @@ from parallel3d.data.lines import (
     UNREADABLE,
     Flaw,
     Lines,
+    Piece,
     json_text,
     open_text,
     pieces_of,
@@ -50,8 +51,11 @@ def column_texts(
         while field not in table.column_names and any(map(pa.types.is_struct, table.schema.types)):
             table = table.flatten()
         if field not in table.column_names:
-            message = f'{name} has no column "{field}"; {suggest_fields(file.names)}'
-            raise Flaw(NO_FIELD, message, file.num_rows)
+            raise Flaw(
+                NO_FIELD,
+                f'{name} has no column "{field}"; {suggest_fields(file.names)}',
+                file.num_rows,
+            )
         kind = table.schema.field(field).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise Flaw(
@@ -154,7 +158,7 @@ class FileReader:
         except _failures() as error:
             yield self._unreadable(error)
 
-    def read(self, places: Iterable[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
+    def read(self, places: Iterable[tuple[int, int]]) -> Iterator[Piece]:
         """Yield (piece, is the last one) of the documents at `places` (row, offset), ascending.
 
         A file that has lost rows yields fewer documents. Raises DataError if it is unreadable.
@@ -203,7 +207,7 @@ class FileReader:
         self._lines = Lines(self.path, self.max_line_bytes + 3)
         return self._lines
 
-    def _pieces(self, row: int, blocks: Iterable[bytes] | None) -> Iterator[tuple[str, bool]]:
+    def _pieces(self, row: int, blocks: Iterable[bytes] | None) -> Iterator[Piece]:
         place = self.place(row)
         if blocks is None:
             raise Flaw(
@@ -218,8 +222,11 @@ class FileReader:
             ending = b"\r\n" if data.endswith(b"\r\n") else b"\n"
             data = data.removesuffix(ending)
             if len(data) > self.max_line_bytes:
-                rule = f"has more than {self.max_line_bytes:,} bytes"
-                raise Flaw(TOO_LONG, f"{place} {rule}; raise data.max_line_bytes, or split it")
+                raise Flaw(
+                    TOO_LONG,
+                    f"{place} has more than {self.max_line_bytes:,} bytes; raise"
+                    " data.max_line_bytes, or split it",
+                )
         if self.kind == "jsonl":
             line = data.removeprefix(codecs.BOM_UTF8) if row == 1 else data
             data = json_text(line, place, self.field)
@@ -228,8 +235,10 @@ class FileReader:
 
     def _unreadable(self, error: BaseException) -> Flaw:
         reason = (getattr(error, "strerror", None) or str(error)).strip().rstrip(".")
-        remedy = "make it readable, or leave it out"
-        return Flaw(UNREADABLE, f"{self.name} cannot be read ({reason}); {remedy}")
+        return Flaw(
+            UNREADABLE,
+            f"{self.name} cannot be read ({reason}); make it readable, or leave it out",
+        )
 
 
 def place_of(kind: str, name: str, row: int) -> str:

@@ -40,7 +40,13 @@ from parallel3d.base.lock import Lock
 from parallel3d.base.masking import mask
 from parallel3d.data.cache import locked, staged
 from parallel3d.data.ids.spans import IdArray
-from parallel3d.data.order import ShardOrder, sample_index, windows_per_shard
+from parallel3d.data.order import (
+    ShardOrder,
+    bounds_of,
+    each_number,
+    sample_index,
+    windows_per_shard,
+)
 
 IDS = "ids.bin"
 SHARDS = "shards.json"
@@ -294,13 +300,13 @@ class ShardedTokens(IdArray):
         self.cache = cache
         entries = json.loads((manifest / SHARDS).read_text())
         self.num_tokens = np.array([entry["tokens"] for entry in entries], np.int64)
-        self.firsts = np.concatenate([[0], np.cumsum(self.num_tokens)])
+        self.firsts = bounds_of(self.num_tokens)
         self.shape = (int(self.firsts[-1]),)
         self.head_length = int(meta["stream"]["head_length"])
         self.num_documents = np.array([entry["documents"] for entry in entries], np.int64)
         if self.head_length:
-            shape = len(entries), self.head_length
-            self._heads = np.memmap(manifest / HEADS, self.dtype, mode="r", shape=shape)
+            heads = np.memmap(manifest / HEADS, self.dtype, mode="r")
+            self._heads = heads.reshape(len(entries), self.head_length)
         self.shards = [Shard.of(manifest, entry, self.dtype) for entry in entries]
         self._order = lru_cache(2)(self._make_order)
 
@@ -320,10 +326,8 @@ class ShardedTokens(IdArray):
         cache.want(self, [self.shards[number] for number in order.wanted(seed, index)])
         starts = order.sample_index(seed, index) * sequence_length
         if cache.skips:
-            numbers = self._shard_of(starts)
-            for number in np.unique(numbers).tolist():
+            for number, here in each_number(self._shard_of(starts)):
                 if cache.is_lost(self.shards[number]):
-                    here = numbers == number
                     starts[here] = self._replaced(starts[here], number, sequence_length)
         return starts
 
@@ -345,8 +349,7 @@ class ShardedTokens(IdArray):
             number = following % count
             room = int(self.num_tokens[number]) - sequence_length
             if room > 0 and not self._open_cache().is_lost(self.shards[number]):
-                first = self.firsts[number]
-                return np.asarray(first + (starts - self.firsts[lost]) % room)
+                return np.asarray(self.firsts[number] + (starts - self.firsts[lost]) % room)
         raise DataError("all shards are lost; restore them, or make the manifest again")
 
     def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -364,8 +367,9 @@ class ShardedTokens(IdArray):
                 return
             end = min(end, last)
             if end > first:
-                shard = self.shards[number]
-                yield self._open_cache().read(shard, self.dtype, first - start, end - first)
+                yield self._open_cache().read(
+                    self.shards[number], self.dtype, first - start, end - first
+                )
             first = end
             number += 1
 
@@ -401,8 +405,7 @@ class TokensAsRead(ShardedTokens):
         numbers = np.searchsorted(begins, index, side="right") - 1
         self._want(int(numbers.min()))
         starts = numbers * GROUP
-        for number in np.unique(numbers).tolist():
-            here = numbers == number
+        for number, here in each_number(numbers):
             count = int(begins[number + 1] - begins[number])
             places = number * count + index[here] - begins[number]
             starts[here] += sample_index(seed ^ _SAMPLES, places, count) * sequence_length
@@ -458,10 +461,9 @@ class TokensAsRead(ShardedTokens):
         firsts = order.firsts[members]
         lengths = [self._lengths(shard) for shard in members.tolist()]
         places = np.searchsorted(firsts, documents, side="right") - 1
-        rows = np.cumsum([0, *map(len, lengths)])[places] + documents - firsts[places]
+        rows = bounds_of([*map(len, lengths)])[places] + documents - firsts[places]
         begins = np.concatenate([np.cumsum(own) - own for own in lengths])[rows]
-        ends = np.cumsum(np.concatenate(lengths)[rows])
-        return members[places], begins, np.concatenate([[0], ends])
+        return members[places], begins, bounds_of(np.concatenate(lengths)[rows])
 
     def _window(self, start: int, count: int) -> np.ndarray:
         """Return consecutive ids of a group's documents."""

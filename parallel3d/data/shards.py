@@ -20,7 +20,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
@@ -33,7 +33,8 @@ import parallel3d
 from parallel3d.base.errors import DataError
 from parallel3d.data.cache import is_complete, locked, staged
 from parallel3d.data.documents import Documents
-from parallel3d.data.sources import Files
+from parallel3d.data.lines import Piece
+from parallel3d.data.sources import Files, OnCount
 from parallel3d.data.tokenizer import cut_long, encode, load_tokenizer
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def make_shard(
     plan: ShardPlan,
     number: int,
     tokenizer: "PreTrainedTokenizerBase",
-    on_documents: Callable[[int], None],
+    on_documents: OnCount,
 ) -> None:
     """Tokenise and publish one shard; call `on_documents` with the number of documents of a batch.
 
@@ -135,7 +136,7 @@ def fill_shard(
     plan: ShardPlan,
     number: int,
     tokenizer: "PreTrainedTokenizerBase",
-    on_documents: Callable[[int], None],
+    on_documents: OnCount,
 ) -> None:
     """Write the files of a shard to `folder`; see make_shard."""
     first, end = plan.bounds[number : number + 2]
@@ -174,7 +175,7 @@ def fill_shard(
 
 
 def _encoded(
-    pieces: Iterable[tuple[str, bool]], tokenizer: "PreTrainedTokenizerBase"
+    pieces: Iterable[Piece], tokenizer: "PreTrainedTokenizerBase"
 ) -> Iterator[tuple[list[list[int]], tuple[bool, ...]]]:
     """Yield the ids of batches of pieces, and which pieces are the last of a document.
 
@@ -192,9 +193,9 @@ def _encoded(
                 yield before[0].result(), before[1]
 
 
-def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Yield batches of pieces of about BATCH_BYTES of text."""
-    batch: list[tuple[str, bool]] = []
+    batch: list[Piece] = []
     size = 0
     for piece in pieces:
         batch.append(piece)
@@ -215,7 +216,7 @@ def num_workers(setting: int | str, num_shards: int) -> int:
     return 1 if not cores or cores <= CORES_FOR_THREADS else min(cores, num_shards)
 
 
-def make_shards(plan: ShardPlan, workers: int, on_documents: Callable[[int], None]) -> None:
+def make_shards(plan: ShardPlan, workers: int, on_documents: OnCount) -> None:
     """Make the missing shards, and call `on_documents` with the number of documents in each batch.
 
     All workers have ended when this returns. Raises DataError if `make_shard` does or a worker

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel3d.base.atomic import replace_text
-from parallel3d.base.errors import ConfigError, DataError
+from parallel3d.base.errors import ConfigError, DataError, first_line
 from parallel3d.base.hub_access import why_unreachable
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 """Called as progress(phase, done, total) during a phase; each phase has its own unit."""
+
+
+OnCount = Callable[[int], None]
+"""Called with a number of units that are done."""
 
 
 def no_progress(phase: str, done: int, total: int) -> None:
@@ -108,8 +112,10 @@ def matching_files(paths: Iterable[str], suffix: str = "txt") -> list[str]:
             example = os.path.join(pattern, "**", f"*.{suffix}")
             raise DataError(f"{place} is a directory; use a glob such as {example}")
         if os.path.exists(expanded) and not os.path.isfile(expanded):
-            rule = "is not a regular file (files are read several times)"
-            raise DataError(f"{place} {rule}; copy the contents to one")
+            raise DataError(
+                f"{place} is not a regular file (files are read several times); copy the contents"
+                " to one"
+            )
         matches = [expanded]
         if not os.path.lexists(expanded):
             matches = list(_expand(expanded))
@@ -267,7 +273,7 @@ def _load(
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, split=split)
     # Broad: `datasets` passes on any error of the network, of file formats, of unknown names.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise DataError(
             f"{place}: split {split!r} cannot be loaded ({reason}); check name, subset"
             " and split. Without network access, download the data set elsewhere and set data.name"

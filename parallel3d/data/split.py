@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.order import mix
+from parallel3d.data.order import bounds_of, mix
 
 # Stored in checkpoints; raise it when the same corpus is split differently.
 SPLIT_FORMAT = 3
@@ -75,11 +75,12 @@ def split_documents(
     for number, (part, table) in enumerate(zip(parts, tables, strict=True)):
         contents, first, copies = np.unique(part, return_index=True, return_counts=True)
         if len(contents) < 2:
+            name = "the corpus" if len(parts) == 1 else f"data.mixture.{number}"
             has = "one document"
             if len(part) > 1:
                 has = f"{len(part)} documents, all of the same text"
             raise DataError(
-                f"{_part_name(number, parts)} has {has},"
+                f"{name} has {has},"
                 " but the held-out part needs a document of its own; use at least two documents"
                 ' with different text (data.documents = "blank_line" or "line" divides a text'
                 " file), or hold out nothing with data.held_out_fraction = 0"
@@ -152,9 +153,5 @@ def _ranks(digests: np.ndarray, seed: int) -> np.ndarray:
     order = np.lexsort((hashes[1], hashes[0]))
     ordered = halves[order]
     ranks = np.empty(len(digests), dtype=np.int64)
-    ranks[order] = np.concatenate([[0], np.cumsum((ordered[1:] != ordered[:-1]).any(axis=1))])
+    ranks[order] = bounds_of((ordered[1:] != ordered[:-1]).any(axis=1))
     return ranks
-
-
-def _part_name(number: int, parts: Sequence[np.ndarray]) -> str:
-    return "the corpus" if len(parts) == 1 else f"data.mixture.{number}"

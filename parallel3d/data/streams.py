@@ -15,7 +15,7 @@ estimated from their bytes, and heads.bin is empty (`sharded`).
 import json
 import shutil
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,11 +33,13 @@ from parallel3d.data.ids import megatron
 from parallel3d.data.ids.id_file import BLOCK
 from parallel3d.data.ids.spans import Spans
 from parallel3d.data.ids.validate import Vocabulary
+from parallel3d.data.order import bounds_of
 from parallel3d.data.remote import is_file, is_url, system_of
 from parallel3d.data.sharded import HEADS, IDS, SHARDS, LostShard, Shard, ShardCache, ShardedTokens
 from parallel3d.data.shards import ShardPlan, fill_shard
 from parallel3d.data.sources import KINDS, Files, Progress, find_files, no_progress
 from parallel3d.data.tokenised import (
+    Source,
     Tokenised,
     TokenRecipe,
     find_tokens,
@@ -96,7 +98,7 @@ def open_shard_cache(config: DataConfig) -> ShardCache | None:
 
 def open_stream(
     config: DataConfig,
-    section: DataConfig | PartConfig,
+    section: Source,
     tokenizer: Path | None,
     cache: ShardCache | None,
 ) -> Corpus:
@@ -137,7 +139,7 @@ def check_room(config: DataConfig, corpora: list[Corpus]) -> None:
 
 def make_manifest(
     config: DataConfig,
-    section: DataConfig | PartConfig,
+    section: Source,
     tokenizer: Path | None,
     progress: Progress = no_progress,
 ) -> None:
@@ -160,7 +162,7 @@ def make_manifest(
 def _fill(
     folder: Path,
     config: DataConfig,
-    section: DataConfig | PartConfig,
+    section: Source,
     tokenizer: Path | None,
     progress: Progress,
 ) -> None:
@@ -205,8 +207,7 @@ def _fill(
     progress("reading shards", len(shards), len(shards))
     (folder / SHARDS).write_text(json.dumps(entries, indent=1))
     with open(folder / HEADS, "wb") as file:
-        ahead = np.zeros(head_length, meta["dtype"])
-        rows = [ahead]
+        rows = [np.zeros(head_length, meta["dtype"])]
         for head in reversed(heads):
             rows.append(np.concatenate([head, rows[-1]])[:head_length])
         np.stack(rows[:0:-1]).tofile(file)
@@ -340,7 +341,7 @@ def _convert(manifest: Path, folder: Path, urls: list[str], per_byte: float = 0.
             return _convert_ids(section, local, folder, vocabulary, dtype)
         found = find_files(section.model_copy(update={"paths": (local,)}), stream["max_line_bytes"])
         documents = find_documents(
-            Files(found.kind, found.paths, (urls[0],), found.field, (), found.max_line_bytes),
+            replace(found, names=(urls[0],)),
             folder,
             # The share of skipped documents is that of all shards; `make_manifest` checks it.
             rule=(stream["rule"][0], 1.0),
@@ -381,7 +382,7 @@ def _convert_ids(
         files=in_json(tokens.files),
         places=np.zeros(len(lengths), np.int64),
         starts=tokens.table["offset"].astype(np.int64),
-        bounds=np.concatenate([[0], np.cumsum(lengths)]),
+        bounds=bounds_of(lengths),
         end_of_text=vocabulary.end_of_text,
         dtype=dtype,
     )
@@ -451,9 +452,7 @@ def _entry(files: list[_File], one: _Converted, meta: dict[str, Any]) -> dict[st
     }
 
 
-def _identity(
-    config: DataConfig, section: DataConfig | PartConfig, tokenizer: Path | None
-) -> dict[str, Any]:
+def _identity(config: DataConfig, section: Source, tokenizer: Path | None) -> dict[str, Any]:
     """Return the settings that determine the ids of a stream, as JSON values."""
     own: dict[str, Any] = {name: getattr(section, name) for name in _SETTINGS}
     own["tokenizer"] = directory_digest(tokenizer) if tokenizer else "none"

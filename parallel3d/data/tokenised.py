@@ -45,6 +45,10 @@ INDEX_FORMAT = 1
 MEGA = 1_000_000
 
 
+Source = DataConfig | PartConfig
+"""The settings of one source of documents."""
+
+
 @dataclass(frozen=True, eq=False)
 class Tokenised:
     """The documents of a source of token ids, in order."""
@@ -153,7 +157,7 @@ def vocabulary_of(config: DataConfig, tokenizer: Path | None) -> Vocabulary:
 
 
 def find_tokens(
-    section: DataConfig | PartConfig, vocabulary: Vocabulary, cache: Path, progress: Progress
+    section: Source, vocabulary: Vocabulary, cache: Path, progress: Progress
 ) -> Tokenised:
     """Return the documents of a source of ids; raise DataError if some are unusable.
 
@@ -213,7 +217,7 @@ def find_tokens(
 
 def _check_cached(
     file: TokenFile,
-    section: DataConfig | PartConfig,
+    section: Source,
     vocabulary: Vocabulary,
     indexes: Path,
     on_ids: OnIds,
@@ -238,7 +242,7 @@ def _signature(file: TokenFile, settings: tuple[object, ...]) -> str:
     return digest_of(INDEX_FORMAT, os.path.realpath(file.path), *settings, *states)
 
 
-def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[TokenFile]:
+def _files(section: Source, vocabulary: Vocabulary) -> list[TokenFile]:
     """Return the files of a source with the layout that their headers and indexes describe."""
     if section.token_field is not None:
         if section.stream:
@@ -249,8 +253,10 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
         else:
             paths, names, rows = arrow_files(section.name, section.subset, section.split)
             if rows:
-                rule = "token ids can only be read from complete splits"
-                raise DataError(f"data.split = {section.split!r}: {rule}; name one split")
+                raise DataError(
+                    f"data.split = {section.split!r}: token ids can only be read from complete"
+                    " splits; name one split"
+                )
         return [arrow.read(*pair, section.token_field) for pair in zip(paths, names, strict=True)]
     if section.source == "megatron":
         return [megatron.read(path) for path in paths_of(section)]
@@ -261,7 +267,7 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
     return [read(path, INTEGERS[dtype]) for path in paths_of(section)]
 
 
-def paths_of(section: DataConfig | PartConfig) -> list[str]:
+def paths_of(section: Source) -> list[str]:
     """Return the files with the ids or the text of a source, without those beside them."""
     if section.source == "megatron":
         roots = [path.removesuffix(".bin").removesuffix(".idx") for path in section.paths]

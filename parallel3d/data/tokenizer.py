@@ -9,8 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from parallel3d.base.errors import DataError
+from parallel3d.base.errors import DataError, first_line
 from parallel3d.base.hub_access import why_unreachable
+from parallel3d.data.lines import Piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,10 +61,8 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
         )
     # Broad: each backend raises its own exceptions, and tokenizers a bare Exception.
     except Exception as error:
-        text = str(error).strip() or type(error).__name__
-        reason = text.splitlines()[0]
         raise DataError(
-            f"data.tokenizer = {str(name)!r}: AutoTokenizer cannot load it ({reason});"
+            f"data.tokenizer = {str(name)!r}: AutoTokenizer cannot load it ({first_line(error)});"
             " use a directory that contains tokenizer.json, or 'train'"
         ) from error
     if tokenizer.eos_token_id is None:
@@ -186,7 +185,7 @@ def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def cut_long(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+def cut_long(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Join and cut the pieces of texts for encoding; yield (piece, is the last one of its text).
 
     A long text is cut before white space about every LONGEST characters, or at LONGEST characters

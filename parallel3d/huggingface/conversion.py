@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
 
 from parallel3d import models
-from parallel3d.base.errors import ConfigError, TrainingError
+from parallel3d.base.errors import ConfigError, TrainingError, first_line
 from parallel3d.checkpoint.chunks import memory_of, recycled
 from parallel3d.checkpoint.disk import remove_folder
 from parallel3d.config.pretrained import derive_model_block, read_config
@@ -93,8 +93,9 @@ def read_back(
     other_checks = {"config.json and generation_config.json": _config(folder, about, settings)}
     if about.tokenizer is not None:
         other_checks["tokenizer"] = _tokenizer(folder, about.tokenizer)
-    tensors = f"{len(layout.places)} tensors against the checkpoint"
-    of_tensors = f"names, shapes, type and values of {tensors}"
+    of_tensors = (
+        f"names, shapes, type and values of {len(layout.places)} tensors against the checkpoint"
+    )
     return prove(
         settings.architectures[0],
         folder,
@@ -137,8 +138,7 @@ def prove(
             problems = list(differences)
         # Broad, because the libraries raise errors of many types for a damaged file.
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            problems = [f"{what}: {reason}"]
+            problems = [f"{what}: {first_line(error)}"]
         if problems:
             differs += problems
         else:
@@ -172,8 +172,7 @@ def tensors_differ(
             yield f"{file}: {error}"
             continue
         for name in sorted(there.symmetric_difference(names)):
-            state = "unexpected" if name in there else "missing"
-            yield f"{file}: {name} is {state}"
+            yield f"{file}: {name} is {'unexpected' if name in there else 'missing'}"
         for name in sorted(there.intersection(names)):
             read = stamp(tensor_in(folder / file, name))
             if read != stamps[name]:

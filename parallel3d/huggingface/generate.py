@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from parallel3d.base.errors import ConfigError, TrainingError
+from parallel3d.base.errors import ConfigError, TrainingError, first_line
 from parallel3d.data.sources import no_progress
 from parallel3d.huggingface.conversion import export, loaded, quiet
 from parallel3d.huggingface.source import CheckpointSource
@@ -65,10 +65,9 @@ def generate(
         model, report = loaded(folder, output_loading_info=True)
     # Broad, because the libraries raise errors of many types, some of them a bare Exception.
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"{folder}: transformers cannot load the model or the tokenizer ({reason}); name a "
-            "folder with both"
+            f"{folder}: transformers cannot load the model or the tokenizer ({first_line(error)}); "
+            "name a folder with both"
         ) from error
     wrong = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
     if wrong:

@@ -97,8 +97,9 @@ class HashedChunks:
                     self._digest.update(buffer[:count])
                     self._done += count
         except OSError as error:
-            reason = error.strerror or error
-            raise CheckpointError(f"{self.path}: cannot be read: {reason}") from None
+            raise CheckpointError(
+                f"{self.path}: cannot be read: {error.strerror or error}"
+            ) from None
 
 
 class CheckpointSource:

@@ -192,10 +192,7 @@ class WeightFiles:
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
         """All tensors of the files on the meta device, by name."""
-        by_name: dict[str, Tensor] = {}
-        for tensors in self._meta.values():
-            by_name |= tensors
-        return by_name
+        return {name: x for tensors in self._meta.values() for name, x in tensors.items()}
 
 
 def _contiguous(value: Tensor) -> Tensor:

@@ -36,13 +36,13 @@ def read(path: str, name: str, field: str, kinds: Mapping[str, np.dtype] = INTEG
                 for batch in stream:
                     column = batch.column(field)
                     if column.null_count or column.values.null_count:
-                        rows = f"rows {row + 1} to {row + batch.num_rows}"
                         raise DataError(
-                            f'{name}: column "{field}" has null in {rows}; fix or remove the row'
+                            f'{name}: column "{field}" has null in rows {row + 1} to'
+                            f" {row + batch.num_rows}; fix or remove the row"
                         )
-                    first = _first_byte(column, buffer, name)
+                    first = _first_byte(column, buffer, name) // dtype.itemsize
                     offsets = column.offsets.to_numpy().astype(np.int64)
-                    starts.append(first // dtype.itemsize + offsets[:-1])
+                    starts.append(first + offsets[:-1])
                     lengths.append(np.diff(offsets))
                     row += batch.num_rows
     except (pa.ArrowException, OSError) as error:

@@ -56,8 +56,9 @@ def num_bytes(path: str) -> int:
 
 def unreadable(path: str, error: OSError) -> DataError:
     """Return the error for a file that cannot be opened or read."""
-    reason = error.strerror or error
-    return DataError(f"{path} cannot be read ({reason}); make it readable, or leave it out")
+    return DataError(
+        f"{path} cannot be read ({error.strerror or error}); make it readable, or leave it out"
+    )
 
 
 def column(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
@@ -65,6 +66,11 @@ def column(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
     if not count:
         return np.empty(0, dtype)
     return np.asarray(np.memmap(path, dtype, mode="r", offset=offset, shape=(count,)))
+
+
+def spread(count: int, most: int) -> np.ndarray:
+    """Return at most `most` of the indices 0 .. count - 1, evenly spread: int64 [n]."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
 def wrong_size(path: str, size: int, expected: int) -> DataError:

@@ -116,9 +116,11 @@ def _check(
     wrong = (lengths < 0) | (first_bytes < 0) | (first_bytes % width != 0) | ~follows
     if wrong.any():
         bad = int(wrong.argmax())
-        where = f"begins at byte {first_bytes[bad]} and has {lengths[bad]} ids"
-        rule = f"it must have whole ids of {width} bytes and follow the one before in its document"
-        raise _damaged(index, f"sequence {bad:,} {where}, but {rule}")
+        raise _damaged(
+            index,
+            f"sequence {bad:,} begins at byte {first_bytes[bad]} and has {lengths[bad]} ids, but it"
+            f" must have whole ids of {width} bytes and follow the one before in its document",
+        )
 
 
 def _damaged(index: str, what: str) -> DataError:

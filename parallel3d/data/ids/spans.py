@@ -7,7 +7,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
 from typing import TypedDict
 
 import numpy as np
@@ -15,7 +14,14 @@ from numpy.typing import ArrayLike
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.ids import arrow
-from parallel3d.data.ids.id_file import NUMBERS, TokenFile, column, num_bytes, unreadable
+from parallel3d.data.ids.id_file import (
+    NUMBERS,
+    TokenFile,
+    column,
+    num_bytes,
+    spread,
+    unreadable,
+)
 
 OPEN_FILES = 64
 IGNORED = -100
@@ -53,12 +59,8 @@ class IdArray(ABC):
         flat = index.reshape(-1)
         assert not len(flat) or 0 <= flat.min() <= flat.max() < len(self), "out of bounds"
         # Indices usually come in windows; read runs of consecutive indices together.
-        cuts = np.flatnonzero(np.diff(flat) != 1) + 1
-        edges = [0, *cuts.tolist(), len(flat)] if len(flat) else [0]
-        windows = []
-        for begin, end in pairwise(edges):
-            first = int(flat[begin])
-            windows.append((first, first + end - begin))
+        runs = np.split(flat, np.flatnonzero(np.diff(flat) != 1) + 1)
+        windows = [(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
         return self._read(windows).reshape(index.shape)
 
     @abstractmethod
@@ -193,8 +195,8 @@ def _compare(ids: TokenFile, labels: TokenFile, field: str) -> None:
     assert ids.starts is not None and ids.lengths is not None and labels.starts is not None
     all_ids = column(ids.path, ids.dtype, ids.offset, ids.num_tokens)
     all_labels = column(labels.path, labels.dtype, labels.offset, labels.num_tokens)
-    count = len(ids.lengths)
-    for row in np.unique(np.linspace(0, count - 1, min(count, _NUM_COMPARED)).astype(np.int64)):
+
+    for row in spread(len(ids.lengths), _NUM_COMPARED):
         tokens = all_ids[ids.starts[row] :][: ids.lengths[row]]
         targets = all_labels[labels.starts[row] :][: ids.lengths[row]]
         if ((targets != IGNORED) & (targets != tokens)).any():

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.id_file import BLOCK, TokenFile, blocks
+from parallel3d.data.ids.id_file import BLOCK, TokenFile, blocks, spread
 
 DIGEST = np.dtype("V16")
 SAMPLED_DOCUMENTS = 256
@@ -205,8 +205,7 @@ def _groups(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]
 
 def _sample(scan: _Scan, lengths: np.ndarray, on_ids: OnIds) -> None:
     """Read evenly spread documents; subtract 1 from `lengths` if they end with end-of-text."""
-    count = len(lengths)
-    chosen = np.unique(np.linspace(0, count - 1, min(count, SAMPLED_DOCUMENTS)).astype(np.int64))
+    chosen = spread(len(lengths), SAMPLED_DOCUMENTS)
     num_ends = 0
     for index in chosen.tolist():
         start = int(scan.starts[index])
