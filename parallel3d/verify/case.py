@@ -127,9 +127,8 @@ def checked(
 
     Raises TrainingError if a rank fails.
     """
-    size = config.mesh.sizes.ranks
     findings: list[RankFindings] = run_locally(
-        function or check, size, config, reference, task, timeout=timeout
+        function or check, config.mesh.sizes.ranks, config, reference, task, timeout=timeout
     )
     masks = [f.masks for f in findings if f.masks is not None]
     errors = ReferenceErrors(
@@ -152,8 +151,7 @@ def check(rank: int, config: CompleteConfig, reference: Reference, task: CaseTas
     torch.set_num_threads(1)  # more threads slow such small products down
     with swapping_small_tensors(2 * BLOCK), low_thresholds(config):
         parts = assemble(config, mesh, seed=SEED)
-        run = CaseRun(parts, config, mesh, reference)
-        findings = run.compared(task)
+        findings = CaseRun(parts, config, mesh, reference).compared(task)
     mesh.barrier()
     parts.engine.close()
     return findings
@@ -220,8 +218,13 @@ class CaseRun:
         """Train, evaluate, and return the differences from the reference."""
         position = Position()
         if task.resumes:
-            state = RunState(self.config, self.corpus)
-            position = go_on(self.parts, self.mesh, state, task.resumes, SAVED_STEPS)
+            position = go_on(
+                self.parts,
+                self.mesh,
+                RunState(self.config, self.corpus),
+                task.resumes,
+                SAVED_STEPS,
+            )
             self._look_at_masters()
         with self._watching(task.drops):
             lines = self._trained(position, task.saves)
@@ -405,9 +408,9 @@ class CaseRun:
 
     def _compare_token_losses(self) -> float:
         """Return the mean error of tokens' losses, by rounded logits, in nats."""
-        dtype = self.parts.engine.settings.dtype
         generator = torch.Generator().manual_seed(SEED)
-        x, weight = torch.randn(2, NORM_SIZE, NORM_SIZE, generator=generator).to(dtype)
+        both = torch.randn(2, NORM_SIZE, NORM_SIZE, generator=generator)
+        x, weight = both.to(self.parts.engine.settings.dtype)
         labels = torch.arange(NORM_SIZE)
         context = LayerContext(self.mesh.alone.group, RandomKey(0))
         x = x / NORM_SIZE**0.5  # [tokens, features], for logits of about 1

@@ -234,10 +234,9 @@ def optimizer_groups(
             continue
         eps = getattr(params, "eps", 0.0)
         decay = getattr(params, "weight_decay", 0.0)
-        is_matrix = kind in ("matrix", "residual")
         if transfers is not None:
             eps /= wider * (1 if kind == "table" else deeper)
-        slower = wider if is_matrix else 1.0
+        slower = wider if kind in ("matrix", "residual") else 1.0
         own = None
         if is_muon:
             slower = 1.0 if params.scale == "spectral" else slower**0.5
@@ -354,8 +353,7 @@ def start_error(reference: "PreTrainedModel", model: "ModelConfig") -> float:
         return 0.0
     depth = getattr(getattr(model, "parametrization", None), "base_depth", None)
     matrix = model.initializer_range / sqrt(widths(model)[0])
-    num_layers = depth or model.num_hidden_layers
-    residual = matrix / sqrt(2 * num_layers)
+    residual = matrix / sqrt(2 * (depth or model.num_hidden_layers))
     stds = {"table": model.initializer_range, "matrix": matrix, "residual": residual}
     named = dict(reference.named_parameters())
     rows = []

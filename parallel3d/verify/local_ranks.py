@@ -145,9 +145,9 @@ def _run(
     gc.freeze()  # else each collection visits all that the server has imported
     torch.set_num_threads(1)
     launch.announce(port)
-    log = open(os.devnull, "w") if quiet else sys.__stderr__  # noqa: SIM115
-    faulthandler.enable(file=log or sys.stderr)  # prints the stack of a native crash
-    faulthandler.dump_traceback_later(timeout, exit=True, file=log or sys.stderr)
+    log = open(os.devnull, "w") if quiet else sys.__stderr__ or sys.stderr  # noqa: SIM115
+    faulthandler.enable(file=log)  # prints the stack of a native crash
+    faulthandler.dump_traceback_later(timeout, exit=True, file=log)
     try:
         answer = True, function(launch.rank, *args)
     except BaseException:

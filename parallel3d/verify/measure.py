@@ -30,6 +30,9 @@ from parallel3d.verify.reference import FIRST, Batch, Reference
 # fp64; `verify` itself compares with a run of the same precision (`Reference.tolerances`).
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-1, "fp16": 1e-1}
 
+Tolerance = float | Mapping[str, float]
+"""The bound of an error: of all alike, or by name."""
+
 
 @dataclass(frozen=True)
 class ReferenceErrors:
@@ -76,11 +79,11 @@ class ReferenceErrors:
     lines: float = 0.0
     """1 if lines of metrics.jsonl count other steps or tokens."""
 
-    def within(self, tolerance: float | Mapping[str, float]) -> bool:
+    def within(self, tolerance: Tolerance) -> bool:
         """Return True if no error exceeds its bound; a NaN does."""
         return not self.beyond(tolerance)
 
-    def beyond(self, tolerance: float | Mapping[str, float]) -> dict[str, float]:
+    def beyond(self, tolerance: Tolerance) -> dict[str, float]:
         """Return the errors above their bounds, by name; a NaN counts as one.
 
         `tolerance` bounds loss, gradient norm, weights and evaluation, together or by name.

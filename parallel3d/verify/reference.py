@@ -52,6 +52,9 @@ _NEVER_CLIPPED = 1e9
 LOUD_STEP = 1
 _LOGITS_AT_ONCE = 2**25  # elements in fp64; half precision takes a batch in one piece
 
+Weights = Mapping[str, Tensor]
+"""Tensors by the names of their parameters."""
+
 
 class Batch(NamedTuple):
     """A global batch; each tensor is [batch, seq]."""
@@ -80,9 +83,8 @@ def text_of(
     vocabulary; labels count unequally if the config weighs them.
     """
     length = config.data.sequence_length
-    vocab = int(config.model.vocab_size)
     size = config.global_batch_size
-    end = vocab - 1
+    end = int(config.model.vocab_size) - 1
     data = config.data
     parts = data.mixture if data.source == "mixture" else (data,)
     shares = definitions.shares_of([weight_changes(part)[0][1] for part in parts])
@@ -144,7 +146,6 @@ def course_of(config: CompleteConfig) -> Course:
     count = config.num_steps
     train = config.train
     text = text_of(config)
-    held_out = text_of(config, HELD_OUT_SEED)
 
     def batch(own: tuple[list[definitions.Stream], list[int]], seed: int, indices: range) -> Batch:
         streams, shares = own
@@ -159,7 +160,7 @@ def course_of(config: CompleteConfig) -> Course:
     return Course(
         [batch(text, train.seed, range(n * size, (n + 1) * size)) for n in range(count)],
         [definitions.learning_rate(config, step) for step in range(count)],
-        batch(held_out, ORDER_SEED, range(train.evaluate_samples)),
+        batch(text_of(config, HELD_OUT_SEED), ORDER_SEED, range(train.evaluate_samples)),
     )
 
 
@@ -307,7 +308,7 @@ def schedule_of(config: RunConfig, small: CompleteConfig) -> CompleteConfig:
     return schedule.resolve(small.mesh.sizes.ranks).completed()
 
 
-def in_our_names(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_our_names(config: ModelConfig, tensors: Weights) -> dict[str, Tensor]:
     """Return uncut tensors of transformers under our global names, without tied copies.
 
     Inverts the family's `to_huggingface` by mapping the index of each element. Raises KeyError if a
@@ -326,7 +327,7 @@ def in_our_names(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def load_model(
-    config: CompleteConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64
+    config: CompleteConfig, weights: Weights, dtype: torch.dtype = torch.float64
 ) -> tuple["PreTrainedModel", ModuleType]:
     """Return a model of transformers with these weights, and its family's module."""
     family = models.huggingface(config.model.family)
@@ -343,8 +344,9 @@ def load_model(
         raise ConfigError(f"parallel3d.model: {error}") from error
     for name, buffer in model.named_buffers():
         buffer.data = buffers[name]  # frequencies of rotary positions stay in fp32
-    state_dict = family.to_huggingface(config.model, weights)
-    missing, unexpected = model.load_state_dict(state_dict, strict=False)
+    missing, unexpected = model.load_state_dict(
+        family.to_huggingface(config.model, weights), strict=False
+    )
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     assert not unexpected and set(missing) <= tied, (missing, unexpected)
     try:
@@ -417,15 +419,13 @@ def train_model(
     )
 
 
-def save_weights(config: CompleteConfig, masters: Mapping[str, Tensor], file: Path) -> None:
+def save_weights(config: CompleteConfig, masters: Weights, file: Path) -> None:
     """Save weights of transformers under our names, in fp32."""
     weights = in_our_names(config.model, {n: p.detach().float() for n, p in masters.items()})
     save_file({name: value.contiguous() for name, value in weights.items()}, file)
 
 
-def _add_to_masters(
-    named: Mapping[str, Tensor], masters: Mapping[str, Tensor], scale: float
-) -> None:
+def _add_to_masters(named: Weights, masters: Weights, scale: float) -> None:
     """Add gradients of half precision to the masters' in fp32; in fp64 both are one."""
     for name, parameter in named.items():
         master = masters[name]

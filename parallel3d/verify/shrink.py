@@ -152,20 +152,21 @@ def shrink(
         params["adam_weight_decay"] = DECAY_PER_STEP / params["lr"] / 2
     if config.precision == "fp16":
         raw["fp16"] |= GROWING_SCALE
-    raw["zero_optimization"] |= NO_THRESHOLDS | WHOLE | BUCKETS
+    zero = raw["zero_optimization"]
+    zero |= NO_THRESHOLDS | WHOLE | BUCKETS
     for name in ("offload_optimizer", "offload_param"):
-        if raw["zero_optimization"][name]["device"] == "nvme":
-            raw["zero_optimization"][name]["nvme_path"] = folder
+        if zero[name]["device"] == "nvme":
+            zero[name]["nvme_path"] = folder
             raw["aio"]["block_size"] = BLOCK
             if name == "offload_param":
-                raw["zero_optimization"][name] |= PARAM_BUFFERS
+                zero[name] |= PARAM_BUFFERS
     return {mesh: _on_mesh(raw, mesh, microbatches, batch) for mesh in meshes}
 
 
 def drops_out(config: RunConfig) -> bool:
     """Return True if a config trains with dropout."""
     settings = config.model.model_dump().items()
-    return any(value != 0 for name, value in settings if name.endswith("_pdrop"))
+    return any(value for name, value in settings if name.endswith("_pdrop"))
 
 
 def resuming_pair(meshes: Sequence[MeshSizes]) -> tuple[MeshSizes, MeshSizes]:

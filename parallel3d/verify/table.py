@@ -1,6 +1,6 @@
 """The report of verify: run every mesh and print its differences from the reference."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,12 @@ from parallel3d.config.data import weight_changes
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.models.common import pretrained_of
 from parallel3d.verify.case import CaseTask, checked
-from parallel3d.verify.measure import TOLERANCE, ReferenceErrors, compile_operators
+from parallel3d.verify.measure import (
+    TOLERANCE,
+    ReferenceErrors,
+    Tolerance,
+    compile_operators,
+)
 from parallel3d.verify.reference import prepare, prepare_long
 from parallel3d.verify.shrink import LONG, drops_out, resuming_pair, shrink, why_not
 
@@ -195,9 +200,9 @@ def verify(
     drops = drops_out(config)
     tolerance = max(reference.tolerances.values(), default=TOLERANCE[config.precision])
     saved, resumed = resuming_pair(runnable)
-    tasks = []
-    for mesh in runnable:
-        tasks.append((mesh, CaseTask(folder if mesh == saved else None, None, drops)))
+    tasks = [
+        (mesh, CaseTask(saves=folder if mesh == saved else None, drops=drops)) for mesh in runnable
+    ]
     tasks.append((resumed, CaseTask(resumes=folder)))
     tasks.append((min(runnable, key=lambda mesh: (mesh.tp == 1, mesh.ranks)), LONG_TASK))
     cases: list[dict[str, object]] = []
@@ -206,19 +211,24 @@ def verify(
         raised = ""
         run = small[mesh]
         right = reference
+        known = counters
         if task is LONG_TASK:
             run, right = prepare_long(config, mesh, folder)
+            known = None
         try:
-            known = None if task is LONG_TASK else counters
             errors, ended = checked(run, right, task, counters=known)
             counters = ended if task.saves else counters
         except TrainingError as failure:
             errors = ReferenceErrors(*[float("inf")] * 3)
             raised = str(failure)
         bounds = right.tolerances or tolerance
-        cases.append(_case(config, mesh, errors, bounds))
-        cases[-1]["resumed_from"] = str(saved) if task.resumes else None
-        cases[-1]["sequence_length"] = run.data.sequence_length
+        cases.append(
+            _case(config, mesh, errors, bounds)
+            | {
+                "resumed_from": str(saved) if task.resumes else None,
+                "sequence_length": run.data.sequence_length,
+            }
+        )
         beyond = ", ".join(errors.beyond(bounds))
         verdict = f"DIFFERS ({beyond})" if beyond else "equal"
         numbers = (errors.loss, errors.grad_norm, errors.weight, errors.evaluation)
@@ -228,10 +238,9 @@ def verify(
         if raised:
             console.print(raised.rstrip())
     passed = all(case["passed"] for case in cases)
-    word = "equal" if passed else "NOT EQUAL"
     console.print(
-        f"{word} to one process, within {tolerance:.1g}: {len(runnable)} meshes, a run saved on "
-        f"{saved} and resumed on {resumed}, and a step of "
+        f"{'equal' if passed else 'NOT EQUAL'} to one process, within {tolerance:.1g}: "
+        f"{len(runnable)} meshes, a run saved on {saved} and resumed on {resumed}, and a step of "
         f"{LONG.sequence_length} tokens with ids up to {LONG.vocab_size:,}"
     )
     console.print(summary(config))
@@ -249,13 +258,12 @@ def _case(
     config: RunConfig,
     mesh: MeshSizes,
     errors: ReferenceErrors,
-    tolerance: float | Mapping[str, float],
+    tolerance: Tolerance,
 ) -> dict[str, object]:
-    zero = config.zero_optimization
     return {
         "mesh": str(mesh),
         "schedule": config.pipeline.schedule,
-        "zero_stage": zero.stage,
+        "zero_stage": config.zero_optimization.stage,
         "offload": _offload(config),
         "loss_error": errors.loss,
         "grad_norm_error": errors.grad_norm,
