@@ -24,6 +24,7 @@ from parallel3d.base.errors import TrainingError
 from parallel3d.config.hardware import Cores, Figure, Hardware, Host, Link, recognise, user_folder
 from parallel3d.extras.calibrate.measure_device import (
     Effort,
+    Links,
     measure_device,
     measure_links,
     set_threads,
@@ -103,8 +104,9 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = f"{error.strerror}; set XDG_CONFIG_HOME to a writable folder"
-        raise TrainingError(f"cannot write {path}: {why}") from None
+        raise TrainingError(
+            f"cannot write {path}: {error.strerror}; set XDG_CONFIG_HOME to a writable folder"
+        ) from None
     on_gpu, ranks = _devices()
     say(f"measuring {ranks} {'GPUs' if on_gpu else 'processes on the CPU, then one alone'}")
     together = _measure(ranks, effort)
@@ -279,7 +281,7 @@ def fit(
     return {**start, **{name: exp(value) for name, value in zip(names, x, strict=True)}}
 
 
-def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tuple[float, float]:
+def fit_link(links: Links, ranks: int) -> tuple[float, float]:
     """Return the bandwidth and latency that best fit the timings of all collectives."""
     size, seconds = max(links["all_gather"])
     rows: list[tuple[Any, int, float]] = []
@@ -420,7 +422,7 @@ def _fit_updates(
         largest = max(chosen, key=lambda setting: setting.workload.num_params, default=None)
         if largest and chosen[largest] > 2 * fixed:  # smaller updates do not determine a rate
             rate = slowdown * largest.workload.num_params / (chosen[largest] - fixed)
-            rates[offload] = Figure(value=float(f"{rate:.4g}"), source=figure.source)
+            rates[offload] = Figure(value=_rounded(rate), source=figure.source)
     small = {s: t.update for s, t in alone.items() if t.update < 4 * fixed}
 
     def predict(v: Mapping[str, float]) -> list[float]:
@@ -450,6 +452,6 @@ def _applied(values: Mapping[str, float], hardware: Hardware) -> tuple[Curves, H
     fitted = Curves(**{**known, **{name: values[name] * crowd for name in _OWN}})
     if hardware.cores is None:
         return fitted, hardware
-    own = Figure(value=float(f"{1 / crowd:.4g}"), source=hardware.cores.count.source)
+    own = Figure(value=_rounded(1 / crowd), source=hardware.cores.count.source)
     cores = Cores(count=hardware.cores.count, alone={**hardware.cores.alone, "overhead": own})
     return fitted, hardware.model_copy(update={"cores": cores})

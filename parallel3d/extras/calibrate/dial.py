@@ -72,8 +72,9 @@ class Chooser:
         self.base = base
         self.wishes = wishes
         self.machine = machine
-        on_cpu = machine.cores is not None
-        self.devices = devices_of(base, machine) if on_cpu else torch.accelerator.device_count()
+        self.devices = torch.accelerator.device_count()
+        if machine.cores is not None:
+            self.devices = devices_of(base, machine)
         self.candidate = cache(self._plan)
 
     def _plan(self, heads: int) -> Candidate:
@@ -213,8 +214,7 @@ def machine_of(config: RunConfig, say: Say) -> Hardware:
 def pace(config: CompleteConfig) -> tuple[float, float]:
     """Return the seconds of a training step of a config, and those of the ranks' start."""
     began = time.time()
-    ranks = config.mesh.sizes.ranks
-    timed = run_locally(time_steps, ranks, [config.to_dict()], 4, timeout=600)
+    timed = run_locally(time_steps, config.mesh.sizes.ranks, [config.to_dict()], 4, timeout=600)
     seconds = [step.seconds for step in timed[0][0]]
     return median(seconds), time.time() - began - sum(seconds)
 
@@ -224,8 +224,7 @@ def write(
 ) -> tuple[Path, CompleteConfig]:
     """Write the config of a new run beside the run's folder; return its path, and the config."""
     raw: dict[str, Any] = config.to_public_dict()
-    run = raw["parallel3d"]["run"]
-    train = raw["parallel3d"]["train"]
+    block = raw["parallel3d"]
     directory = Path(config.run.directory)
     name = config.run.name
     if name == "auto":
@@ -235,13 +234,13 @@ def write(
     own = next(unused for unused in names if unused not in taken)
     warmup = max(1, round(params / config.tokens_per_step))
     every = max(1, steps // _EVALUATIONS)
-    run["name"] = own
-    train |= {
+    block["run"]["name"] = own
+    block["train"] |= {
         "steps": steps,
         "evaluate_every": every,
         "lr_schedule": {"type": "cosine", "warmup_steps": min(warmup, steps // 4 or 1)},
     }
-    raw["parallel3d"]["checkpoint"]["every"] = every
+    block["checkpoint"]["every"] = every
     path = directory / f"{own}.json"
     directory.mkdir(parents=True, exist_ok=True)
     replace_text(path, f"{json.dumps(raw, indent=1)}\n")

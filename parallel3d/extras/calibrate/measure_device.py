@@ -30,6 +30,12 @@ _ATTENTIONS = (  # batch, heads, seq, head size
 )
 
 
+Operator = Callable[[], object]
+"""An operator to time, with its inputs."""
+Links = dict[str, list[tuple[int, float]]]
+"""Collective, or "send" -> rows (gathered bytes, seconds of the slowest rank)."""
+
+
 @dataclass(frozen=True)
 class Effort:
     """Length and size of the measurements."""
@@ -69,7 +75,7 @@ class Timer:
         self.effort = effort
         self.clock = clock_of(mesh)
 
-    def seconds(self, run: Callable[[], object]) -> float:
+    def seconds(self, run: Operator) -> float:
         """Return the shortest time of a `run`, from `effort.seconds` of runs and at least 3."""
         run()
         self.mesh.barrier()
@@ -82,7 +88,7 @@ class Timer:
             timings.append(self._once(run, number))
         return min(timings)
 
-    def _once(self, run: Callable[[], object], number: int) -> float:
+    def _once(self, run: Operator, number: int) -> float:
         backend = torch.get_device_module(self.device)
         backend.synchronize()
         start = self.clock()
@@ -185,12 +191,10 @@ def _traffic(timer: Timer) -> Iterator[tuple[str, int, float]]:
         x, y = (torch.randn(tokens, 512, device=timer.device) for _ in range(2))
         weight = torch.ones(512, device=timer.device)
         size = x.numel() * 4
-        add = partial(torch.add, x, y)
-        gelu = partial(F.gelu, x, approximate="tanh")
         norm = partial(F.layer_norm, x, (512,), weight, weight)
-        yield "add", 3 * size, timer.seconds(add)
+        yield "add", 3 * size, timer.seconds(partial(torch.add, x, y))
         yield "norm", 2 * size, timer.seconds(norm)
-        yield "gelu", 2 * size, timer.seconds(gelu)
+        yield "gelu", 2 * size, timer.seconds(partial(F.gelu, x, approximate="tanh"))
 
 
 def _bandwidth(timer: Timer) -> float:
@@ -220,9 +224,9 @@ def _host_copy(timer: Timer) -> float:
     return size / max(timer.seconds(partial(a.copy_, b, non_blocking=on_gpu)) for a, b in pairs)
 
 
-def measure_links(mesh: Mesh, effort: Effort) -> dict[str, list[tuple[int, float]]]:
-    """Return for each collective and a send the rows (gathered bytes, slowest rank's seconds)."""
-    results: dict[str, list[tuple[int, float]]] = {}
+def measure_links(mesh: Mesh, effort: Effort) -> Links:
+    """Return the seconds of each collective and of a send. Collective."""
+    results: Links = {}
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "send"):
         rows = results[kind] = []
         for size in (4 * 1024 * 4**i for i in range(8)):  # 4 KiB to 64 MiB when gathered
@@ -234,7 +238,7 @@ def measure_links(mesh: Mesh, effort: Effort) -> dict[str, list[tuple[int, float
     return results
 
 
-def timings(run: Callable[[], object], mesh: Mesh, effort: Effort) -> list[list[float]]:
+def timings(run: Operator, mesh: Mesh, effort: Effort) -> list[list[float]]:
     """Return the seconds of `run` on every rank, for each of at least 3 times. Collective."""
     run()
     rows: list[list[float]] = []
@@ -249,7 +253,7 @@ def timings(run: Callable[[], object], mesh: Mesh, effort: Effort) -> list[list[
     return rows
 
 
-def collective(kind: str, size: int, peers: Peers, device: torch.device) -> Callable[[], object]:
+def collective(kind: str, size: int, peers: Peers, device: torch.device) -> Operator:
     """Return the collective of `peers` over a gathered tensor of `size` bytes.
 
     "send" is a message from the first of the peers to the second.

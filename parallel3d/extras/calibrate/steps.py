@@ -138,10 +138,8 @@ def time_steps(
     timings: list[list[Timed]] = [[] for _ in runs]
     for step in range(1 + steps):
         for one, times in zip(built, timings, strict=True):
-            step_time = _step(*one, step, own_time)
-            if step > 0:
-                times.append(step_time)
-    return timings
+            times.append(_step(*one, step, own_time))
+    return [times[1:] for times in timings]
 
 
 def _step(

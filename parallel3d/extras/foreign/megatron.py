@@ -81,7 +81,12 @@ TABLE: dict[str, Rule] = {
     **missing("rotary-interleaved", "pairs are i and i + half"),
     "normalization": Rule(
         "parallel3d.model.family@norm",
-        {n: n.lower() for n in ("LayerNorm", "layernorm", "RMSNorm", "rmsnorm")},
+        {
+            "LayerNorm": "layernorm",
+            "layernorm": "layernorm",
+            "RMSNorm": "rmsnorm",
+            "rmsnorm": "rmsnorm",
+        },
         verdict="REFUSED",
     ),
     "norm-epsilon": Rule("parallel3d.model@norm_eps"),

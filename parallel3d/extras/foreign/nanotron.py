@@ -77,11 +77,12 @@ TABLE: dict[str, Rule] = {
     "optimizer.learning_rate_scheduler.lr_decay_starting_step": Rule(
         "parallel3d.train.lr_schedule.decay_steps@start"
     ),
-    **{
-        f"{block}.adam_{name}": Rule(f"optimizer.params.{ours}")
-        for block in ("optimizer.optimizer_factory", "optimizer")
-        for name, ours in (("beta1", "betas@beta1"), ("beta2", "betas@beta2"), ("eps", "eps"))
-    },
+    "optimizer.optimizer_factory.adam_beta1": Rule("optimizer.params.betas@beta1"),
+    "optimizer.optimizer_factory.adam_beta2": Rule("optimizer.params.betas@beta2"),
+    "optimizer.optimizer_factory.adam_eps": Rule("optimizer.params.eps"),
+    "optimizer.adam_beta1": Rule("optimizer.params.betas@beta1"),
+    "optimizer.adam_beta2": Rule("optimizer.params.betas@beta2"),
+    "optimizer.adam_eps": Rule("optimizer.params.eps"),
     **missing("optimizer.optimizer_factory.name", "AdamW is the only one", "adamW", "adam"),
     "optimizer.weight_decay": Rule("optimizer.params.weight_decay"),
     **missing("optimizer.weight_decay_exclude_named_params", "matrices decay, vectors do not", []),

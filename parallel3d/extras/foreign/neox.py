@@ -5,7 +5,7 @@ from typing import Any
 from parallel3d.extras.foreign.rules import Rule, dropped, missing, same
 
 _FULL = ("global", "flash")
-_NORMS = ("layernorm", "rmsnorm")
+
 
 TABLE: dict[str, Rule] = {
     # The mesh
@@ -23,7 +23,12 @@ TABLE: dict[str, Rule] = {
     "mlp_multiple_of": Rule("parallel3d.model.intermediate_size@multiple"),
     "norm": Rule(
         "parallel3d.model.family@norm",
-        {f"{te}{n}": n for te in ("", "te_") for n in _NORMS},
+        {
+            "layernorm": "layernorm",
+            "rmsnorm": "rmsnorm",
+            "te_layernorm": "layernorm",
+            "te_rmsnorm": "rmsnorm",
+        },
         verdict="REFUSED",
     ),
     "layernorm_epsilon": Rule("parallel3d.model@layer_norm_eps"),

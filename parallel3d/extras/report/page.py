@@ -55,6 +55,10 @@ _STYLE: Any = {
 }
 
 
+Plots = Mapping[str, tuple[bytes, str]]
+"""Name -> (PNG, caption) of each plot."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A table of a page with its title."""
@@ -92,8 +96,8 @@ def png(plt: ModuleType, figure: "Figure") -> bytes:
     return out.getvalue()
 
 
-def figures(drawn: Mapping[str, tuple[bytes, str]]) -> Iterator[str]:
-    """Yield the HTML of plots, two beside each other on a wide screen: name -> (PNG, caption)."""
+def figures(drawn: Plots) -> Iterator[str]:
+    """Yield the HTML of plots, two beside each other on a wide screen."""
     yield "<div class=plots>"
     for name, (image, caption) in drawn.items():
         source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
@@ -126,7 +130,7 @@ def html(title: str, body: Iterable[str]) -> str:
     )
 
 
-def write_page(path: Path, text: str, drawn: Mapping[str, tuple[bytes, str]]) -> None:
+def write_page(path: Path, text: str, drawn: Plots) -> None:
     """Write a page, and its plots as PNGs into a folder beside it that has the page's name."""
     folder = path.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)

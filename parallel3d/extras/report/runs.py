@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby, pairwise
+from itertools import cycle, groupby, pairwise
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -17,7 +17,7 @@ from parallel3d.base.mesh_sizes import WITHOUT_CP
 from parallel3d.base.reader import flat
 from parallel3d.base.step_lines import METRICS, read_lines
 from parallel3d.config import CompleteConfig, RunConfig, hardware
-from parallel3d.extras.report.page import Part, figures, html, png, style, table
+from parallel3d.extras.report.page import Part, Plots, figures, html, png, style, table
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.report import plan_rows
 from parallel3d.plan.report.plan_table import count
@@ -29,6 +29,10 @@ if TYPE_CHECKING:  # matplotlib comes with the extra `scaling`
 
 _COLORS = ("#31276b", "#c0392b", "#1e8449", "#b9770e", "#2e86c1", "#7d3c98", "#616a6b", "#a04000")
 _MIB = 2**20
+Line = Mapping[str, Any]
+"""A line of a run's metrics or journal."""
+Plans = Sequence[Plan | str]
+"""The plan of each run, or the reason why it has none."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Run:
 
     name: str
     config: CompleteConfig
-    steps: Sequence[Mapping[str, Any]]
-    events: Sequence[Mapping[str, Any]]
+    steps: Sequence[Line]
+    events: Sequence[Line]
 
     def curve(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and values [points] of a metric, from the steps that have it."""
@@ -54,12 +58,12 @@ class Run:
         return {n: [(at, sets[n]["loss"]) for at, sets in rows if n in sets] for n in names}
 
     @property
-    def launches(self) -> list[Mapping[str, Any]]:
+    def launches(self) -> list[Line]:
         """The events of its launches, oldest first; empty for a run without a journal."""
         return [event for event in self.events if event["event"] == "launch"]
 
     @property
-    def newest_launch(self) -> Mapping[str, Any]:
+    def newest_launch(self) -> Line:
         """The event of its newest launch; empty for a run without a journal."""
         return (self.launches or [{}])[-1]
 
@@ -87,7 +91,7 @@ class Run:
         return median(values) if values else float("nan")
 
 
-def _mesh(launch: Mapping[str, Any]) -> str:
+def _mesh(launch: Line) -> str:
     return str(launch["mesh"]).replace("x", "×")
 
 
@@ -119,11 +123,10 @@ def planned(run: Run, name: str | None) -> Plan | str:
     Raises ConfigError for a name that is not known.
     """
     config = run.config
-    launch = run.newest_launch
     if name is not None:
         hardware.load(name, "--hardware")
     own = config.run.hardware
-    recognised = launch.get("hardware") or hardware.THIS_MACHINE
+    recognised = run.newest_launch.get("hardware") or hardware.THIS_MACHINE
     try:
         machine = hardware.load(name or (recognised if own == "auto" else own))
         return plan_rows.as_written(config, request_of(config, machine, config.mesh.sizes.ranks))
@@ -132,11 +135,10 @@ def planned(run: Run, name: str | None) -> Plan | str:
 
 
 def page(
-    runs: Sequence[Run], plans: Sequence[Plan | str], samples: Mapping[str, Mapping[str, str]]
-) -> tuple[str, dict[str, tuple[bytes, str]]]:
-    """Return the page of runs, and its plots: name -> (PNG, caption).
+    runs: Sequence[Run], plans: Plans, samples: Mapping[str, Mapping[str, str]]
+) -> tuple[str, Plots]:
+    """Return the page of runs, and its plots.
 
-    - `plans`: of each run, or why it has none.
     - `samples`: run -> checkpoint -> generated text.
     """
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"Runs {', '.join(r.name for r in runs)}"
@@ -160,8 +162,8 @@ def page(
     return html(title, body), drawn
 
 
-def pictures(runs: Sequence[Run], plans: Sequence[Plan | str]) -> dict[str, tuple[bytes, str]]:
-    """Draw losses, rates, speed and memory of the runs; return name -> (PNG, caption)."""
+def pictures(runs: Sequence[Run], plans: Plans) -> Plots:
+    """Draw losses, rates, speed and memory of the runs."""
     at_restart = "; dotted lines mark restarts" if any(run.restarts() for run in runs) else ""
     dashed = "; dashed: the plan" if any(isinstance(plan, Plan) for plan in plans) else ""
     with style() as plt:
@@ -195,7 +197,7 @@ def pictures(runs: Sequence[Run], plans: Sequence[Plan | str]) -> dict[str, tupl
 def _losses(plt: ModuleType, runs: Sequence[Run]) -> Any:
     figure, axes = plt.subplots()
     highest = []
-    for run, color in zip(runs, _cycle(runs), strict=True):
+    for run, color in zip(runs, cycle(_COLORS), strict=False):
         tokens, loss = run.curve("loss")
         axes.plot(tokens, loss, color=color, alpha=0.2, lw=0.7)
         smooth = _moving_average(loss)
@@ -216,15 +218,15 @@ def _stacked(
     plt: ModuleType,
     runs: Sequence[Run],
     metrics: Mapping[str, str],
-    plans: Sequence[Plan | str] = (),
+    plans: Plans = (),
 ) -> Any:
     """Draw metrics over tokens, one below the other; `plans` of the runs as dashed lines."""
     figure, rows = plt.subplots(len(metrics), 1, sharex=True)
     for axes, (metric, label) in zip(rows, metrics.items(), strict=True):
-        for run, color in zip(runs, _cycle(runs), strict=True):
+        for run, color in zip(runs, cycle(_COLORS), strict=False):
             axes.plot(*run.curve(metric), color=color, lw=0.9, label=run.name)
             _mark_restarts(axes, run, color, named=axes is rows[0])
-        for plan, color in zip(plans, _cycle(plans), strict=True):
+        for plan, color in zip(plans, cycle(_COLORS), strict=False):
             if not isinstance(plan, Plan):
                 continue
             mfu = plan.mfu(plan.request.flops.full)
@@ -246,9 +248,9 @@ def _tick(value: float, place: object) -> str:
     return count(value)
 
 
-def _memory(plt: ModuleType, runs: Sequence[Run], plans: Sequence[Plan | str]) -> Any:
+def _memory(plt: ModuleType, runs: Sequence[Run], plans: Plans) -> Any:
     figure, axes = plt.subplots()
-    known = [row for row in zip(runs, plans, _cycle(runs), strict=True) if row[0].memory()]
+    known = [row for row in zip(runs, plans, cycle(_COLORS), strict=False) if row[0].memory()]
     width = 0.8 / len(known)
     for place, (run, plan, color) in enumerate(known):
         measured = run.memory()
@@ -288,8 +290,15 @@ def _mark_restarts(axes: "Axes", run: Run, color: str, named: bool = True) -> No
     for tokens, mesh in run.restarts():
         axes.axvline(tokens, color=color, ls=":", lw=0.9)
         if mesh and named:
-            place = axes.get_xaxis_transform()
-            axes.text(tokens, 1, f" {mesh}", color=color, fontsize=7, va="top", transform=place)
+            axes.text(
+                tokens,
+                1,
+                f" {mesh}",
+                color=color,
+                fontsize=7,
+                va="top",
+                transform=axes.get_xaxis_transform(),
+            )
 
 
 def _results(runs: Sequence[Run]) -> Part:
@@ -361,7 +370,3 @@ def _moving_average(values: np.ndarray) -> np.ndarray:
     starts = np.maximum(np.arange(1, len(sums)) - window, 0)
     means: np.ndarray = (sums[1:] - sums[starts]) / (np.arange(1, len(sums)) - starts)
     return means
-
-
-def _cycle(items: Sequence[object]) -> list[str]:
-    return [_COLORS[i % len(_COLORS)] for i in range(len(items))]

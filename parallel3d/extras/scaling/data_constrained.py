@@ -127,8 +127,7 @@ def fit_decays(
     grid = np.array([*product(_GRID, repeat=2)])
     best, reached = estimator.search(model, grid, weights)
     count = len(points)
-    random = np.random.default_rng(seed)
-    times = random.multinomial(count, np.full(count, 1 / count), size=draws)
+    times = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=draws)
     drawn = np.exp(estimator.draw(model, best.theta, times * weights))
     hit = bounds_hit(model, best.theta, DECAYS)
     fitted = model(best.theta)[0]

@@ -168,7 +168,7 @@ class Estimator:
             "likelihood": f"likelihood of log(loss), Huber of free scale, delta {self.delta:g}",
             "squares": "least squares of the loss",
         }[self.kind]
-        return words + ", weighted by 1 / standard error^2" * self.weighted
+        return f"{words}, weighted by 1 / standard error^2" if self.weighted else words
 
     def weights(self, points: Points) -> Array:
         """Return the weights of the points [points], with a mean of 1.

@@ -256,16 +256,17 @@ def fit(args: argparse.Namespace) -> Fit:
     require("scipy")
     if not args.no_report:
         require("matplotlib")
-    is_runs = args.source.is_dir()
     compared = []
-    if is_runs:
+    if args.source.is_dir():
         main_count = args.params or COUNTS[0]
         compared = [name for name in COUNTS if name != main_count]
+        table = read_runs(args.source)
+    else:
+        table = read(args.source)
+    table = table.where(args.where)
     others = [*compared]
     if args.setting_column:
         others.append(args.setting_column)
-    read_source = read_runs if is_runs else read
-    table = read_source(args.source).where(args.where)
     named = {use: getattr(args, use) for use in USES}
     points = points_of(table, named, others=others, drop_largest=args.drop_largest_losses)
     outcomes = forecast.compare(args.forecasts, points)

@@ -15,7 +15,7 @@ from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.extras.scaling import data_constrained, frontier
 from parallel3d.extras.scaling.estimator import LAWS, PARAMETRIC
-from parallel3d.extras.scaling.points import FLOPS_PER_ND, Array, Fit, Points, interval
+from parallel3d.extras.scaling.points import FLOPS_PER_ND, Array, Fit, Interval, Points, interval
 from parallel3d.extras.scaling.posterior import LEAST, back_test, posterior
 
 ONE_RUN = "loss_of_a_run"
@@ -31,7 +31,7 @@ class Forecast(BaseModel, frozen=True):
     params: float
     tokens: float
     loss: float | None  # nats per token
-    intervals: dict[str, list[float] | None]
+    intervals: dict[str, Interval]
     """95 % intervals of the best "params" and "tokens", of "loss" (the uncertainty of the law
     alone), and of "loss_of_a_run" (with the scatter between runs)."""
     by: str = ""
@@ -79,7 +79,7 @@ def forecast(
         raise ConfigError(
             f"--fit {fit.path}: the {fit.law} law does not predict a loss; use the fit of another"
         )
-    spread: dict[str, list[float] | None] = dict.fromkeys(("params", "tokens", "loss", ONE_RUN))
+    spread: dict[str, Interval] = dict.fromkeys(("params", "tokens", "loss", ONE_RUN))
     drawn = {**fit.parameters, **{name: draws[:, None] for name, draws in fit.samples.items()}}
     if flops is not None:
         params, tokens = (float(x) for x in _best(fit, fit.parameters, flops))
@@ -214,11 +214,10 @@ def register(path: Path, forecast: Forecast, fit: Fit) -> None:
         "beyond": forecast.beyond,
         "registered_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    text = json.dumps(document, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
-            file.write(f"{text}\n")
+            file.write(f"{json.dumps(document, indent=1)}\n")
             file.flush()
             os.fsync(file.fileno())
         path.chmod(0o444)
@@ -253,9 +252,12 @@ def compare(files: Sequence[Path], points: Points) -> list[dict[str, object]]:
         runs = np.flatnonzero(_same_run(points.params, points.tokens, registered))
         for run in runs:
             truth = float(points.loss[run])
-            held = None if bounds is None else bounds[0] <= truth <= bounds[1]
-            error = registered.loss / truth - 1
-            outcome = {"row": points.names[run], "loss": truth, "error": error, "held": held}
+            outcome = {
+                "row": points.names[run],
+                "loss": truth,
+                "error": registered.loss / truth - 1,
+                "held": None if bounds is None else bounds[0] <= truth <= bounds[1],
+            }
             rows.append(line | outcome)
         if not len(runs):
             rows.append(line)

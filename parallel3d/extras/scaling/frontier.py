@@ -469,9 +469,6 @@ def _units(points: Points) -> list[str]:
     loss = points.loss.min()
     flops = points.flops.max()
     remedy = "write single parameters, tokens and FLOPs in every row"
-    perplexity = (
-        f"the lowest loss is {loss:.3g}: these look like perplexities; use their logarithms"
-    )
     texts = {
         f"the largest run has {flops:.3g} FLOPs: these look like units of 1e18; {remedy}": flops
         < 1e9
@@ -490,6 +487,10 @@ def _units(points: Points) -> list[str]:
             f"{name}: {np.median(values):.2g} in the median run: a column has another unit; "
             f"{remedy}": not low < np.median(values) < high,
         }
-    first = [text for text, is_true in texts.items() if is_true][:1]  # one mistake causes several
+    signs = [text for text, is_true in texts.items() if is_true][:1]  # one mistake causes several
     # The best run of a ladder is below 6 nats per token, and most perplexities are above.
-    return [perplexity] * int(loss > 6.0) + first
+    if loss > 6.0:
+        signs.insert(
+            0, f"the lowest loss is {loss:.3g}: these look like perplexities; use their logarithms"
+        )
+    return signs

@@ -16,6 +16,8 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.extras.scaling.runs import Table, number
 
 Array = npt.NDArray[np.float64]
+Interval = list[float] | None
+"""The percentiles 2.5 and 97.5 of draws; None without draws."""
 FLOPS_PER_ND = 6
 """C = 6ND: FLOPs of forward and backward pass (arXiv:2001.08361, section 2.1)."""
 _COLUMNS = ("params", "tokens", "flops", "loss")
@@ -250,7 +252,7 @@ class Fit:
         }
 
     @property
-    def intervals(self) -> dict[str, list[float] | None]:
+    def intervals(self) -> dict[str, Interval]:
         """Interval of each parameter: the middle 95 % of its draws."""
         return {name: interval(self.samples.get(name)) for name in self.parameters}
 
@@ -309,7 +311,7 @@ class Fit:
             ) from None
 
 
-def interval(draws: Array | None) -> list[float] | None:
+def interval(draws: Array | None) -> Interval:
     """Return the percentiles 2.5 and 97.5 of the draws; None if there are no draws."""
     if draws is None or not len(draws):
         return None

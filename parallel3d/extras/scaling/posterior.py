@@ -106,7 +106,7 @@ def best_loss(flops: float, logs: Array, losses: Array) -> BestLoss | None:
     )
 
 
-def posterior(bests: Sequence[BestLoss], draws: int = DRAWS, seed: int = 0) -> Posterior | None:
+def posterior(bests: Sequence[BestLoss], draws: int = DRAWS) -> Posterior | None:
     """Return the posterior of the law; None for fewer than four budgets or a loss that rises.
 
     The priors of E, of the drop A C^-gamma at the middle budget, and of log(noise) are flat.
@@ -137,7 +137,7 @@ def posterior(bests: Sequence[BestLoss], draws: int = DRAWS, seed: int = 0) -> P
         likely = np.flatnonzero(share > 1e-6)
         low = gammas[max(0, likely[0] - 1)]
         high = gammas[min(239, likely[-1] + 1)]
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     chosen = random.choice(len(gammas), size=draws, p=share / share.sum())
     deviation = np.sqrt(total[chosen] / random.chisquare(degrees, draws))
     normal = random.standard_normal((2, draws)) * deviation

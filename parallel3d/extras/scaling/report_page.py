@@ -18,6 +18,7 @@ from parallel3d.extras.report.page import (
     LINE,
     MARK,
     Part,
+    Plots,
     figures,
     html,
     png,
@@ -130,11 +131,10 @@ def _parameters(fit: Fit) -> list[tuple[str, ...]]:
     for name, other in compared.items():
         if name != main and "N" in other["optimal_exponents"]:
             value = other["optimal_exponents"]["N"]
-            label = f"best N (counted as {name}) grows as C^"
-            rows.append((label, f"{value:.4f}", "", _range(None)))
+            rows.append((f"best N (counted as {name}) grows as C^", f"{value:.4f}", "", ""))
     for method, value in diagnostics.get("methods", {}).items():
         if value is not None:
-            rows.append((f"best N by {method} grows as C^", f"{value:.4f}", "", _range(None)))
+            rows.append((f"best N by {method} grows as C^", f"{value:.4f}", "", ""))
     if bias := diagnostics.get("parabola_bias"):
         rows.append(("bias of the parabola's exponent", f"{bias['N_exponent']:+.4f}", "", ""))
     return rows
@@ -246,19 +246,19 @@ def write(fit: Fit, folder: Path, *, title: str, settings: Mapping[str, str] | N
 def page(
     fit: Fit,
     title: str,
-    drawn: Mapping[str, tuple[bytes, str]],
+    drawn: Plots,
     settings: Mapping[str, str] | None,
 ) -> str:
     """Return the report as HTML.
 
-    - `drawn`: name -> (PNG, caption) of each plot.
+
     - `settings`: as in `parts`; None adds a reminder to document them.
     """
-    unknown_settings = {"not in the table; document separately": _NOT_KNOWN}
+    settings = settings or {"not in the table; document separately": _NOT_KNOWN}
     body = [
         f"<h1>{escape(title)}</h1><p>{escape(summary(fit))}</p>",
         *(f"<p class=warn>{escape(text)}.</p>" for text in fit.diagnostics["warnings"]),
-        *map(table, parts(fit, settings or unknown_settings)),
+        *map(table, parts(fit, settings)),
         "<h2>Plots</h2>",
         *figures(drawn),
     ]
@@ -269,8 +269,8 @@ def _range(bounds: Sequence[float] | None) -> str:
     return "" if bounds is None else f"{bounds[0]:.5g} to {bounds[1]:.5g}"
 
 
-def pictures(fit: Fit) -> dict[str, tuple[bytes, str]]:
-    """Draw every plot that the fit has data for; return name -> (PNG, caption)."""
+def pictures(fit: Fit) -> Plots:
+    """Draw every plot that the fit has data for."""
     with style() as plt:
         drawn = {
             "loss": loss(plt, fit),
@@ -371,9 +371,10 @@ def residuals(plt: ModuleType, fit: Fit) -> Picture | None:
     if len(fit.scatter) != len(fit.points):
         return None
     figure, axes = plt.subplots()
-    flops = fit.points.flops
-    params = fit.points.params
-    dots = axes.scatter(flops, 100 * fit.scatter, c=params, norm="log", s=13, zorder=3)
+    points = fit.points
+    dots = axes.scatter(
+        points.flops, 100 * fit.scatter, c=points.params, norm="log", s=13, zorder=3
+    )
     caption = "Residuals log(loss) - log(law) of every run, in per cent"
     if floor := fit.diagnostics.get("noise_floor"):
         two = 200 * floor["standard_deviation"]

@@ -49,8 +49,9 @@ class Table:
     def column(self, name: str, flag: str) -> str:
         """Return `name` if the table has this column; otherwise raise ConfigError for the flag."""
         if name not in self.columns:
-            remedy = nearest(name, self.columns)
-            raise ConfigError(f'{flag} = "{name}": is not a column of {self.path}; {remedy}')
+            raise ConfigError(
+                f'{flag} = "{name}": is not a column of {self.path}; {nearest(name, self.columns)}'
+            )
         return name
 
     def take(self, rows: Sequence[int]) -> "Table":
@@ -287,10 +288,8 @@ def _row(path: Path) -> dict[str, object]:
         raise NoEnd(f"not finished: step {last.get('step', 0)} of {steps}")
     if "held_out_loss" not in last:
         raise NoEnd("its last step has no held_out_loss; hold out more of its data")
-    unique = unique_tokens(path)
-    lr = config.optimizer.params.lr
     error = ((last.get("validation") or {}).get("held_out") or {}).get("standard_error")
-    maybe = {"lr": lr, UNIQUE: unique, ERROR: error}
+    maybe = {"lr": config.optimizer.params.lr, UNIQUE: unique_tokens(path), ERROR: error}
     return {
         **{name: getattr(counted, name) for name in COUNTS},
         "tokens": last["tokens"],

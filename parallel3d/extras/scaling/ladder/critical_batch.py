@@ -159,11 +159,16 @@ def forks_of(args: argparse.Namespace) -> Runs:
         ranks = config.mesh.sizes.ranks
         block["run"] |= {"directory": str(directory), "name": name, "save_weights": False}
         fork = RunConfig.from_dict(raw, f"the fork {name}").resolve(ranks).completed()
-        counts = count(fork.model)
-        tokens = end * length
         runs.append(
             LadderRun(
-                name, fork, counts, tokens, tokens, ranks, steps=fork.num_steps, steps_done=step
+                name=name,
+                config=fork,
+                counts=count(fork.model),
+                tokens=end * length,
+                exact_flops=end * length,
+                devices=ranks,
+                steps=fork.num_steps,
+                steps_done=step,
             )
         )
     rungs = (Rung(run, cost, state_of(run), None) for run, cost in with_costs(runs))

@@ -230,7 +230,10 @@ def _flops_for(hours: float, runs: _Runs) -> float:
                 f"--hours {hours:g}: the speed of this machine is not known; run `parallel3d plan "
                 "--calibrate`, set parallel3d.run.hardware in the base, or give --flops"
             )
-        flops, step = (flops * step, step) if needed < hours else (flops, sqrt(step))
+        if needed < hours:
+            flops *= step
+        else:
+            step = sqrt(step)
     return flops
 
 

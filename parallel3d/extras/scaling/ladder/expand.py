@@ -24,7 +24,9 @@ from parallel3d.plan.search.plans import with_vocabulary
 # Folders within a ladder's directory.
 CONFIGS = "configs"
 TRUNKS = "trunks"
-TUNING = "tuning"
+_FOLDERS = {"trunk": TRUNKS, "tune": "tuning"}  # of some kinds of runs
+RateAndBatch = tuple[float, float]
+"""Learning rate and tokens per batch, or a factor of each."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class LadderRun:
     """The name of the run whose checkpoint it starts from."""
     steps_done: int = 0
     """Steps of the trunk up to that checkpoint."""
-    factors: tuple[float, float] = (1.0, 1.0)
+    factors: RateAndBatch = (1.0, 1.0)
     """Learning rate and batch over those of the ladder."""
     budget: float = 0.0
     """The budget of a run that tunes, in the unit of the ladder's budgets."""
@@ -87,7 +89,7 @@ class _Point:
     counts: PartCounts
     tokens: float
 
-    def settings(self, ladder: LadderConfig, factors: tuple[float, float]) -> tuple[float, float]:
+    def settings(self, ladder: LadderConfig, factors: RateAndBatch) -> RateAndBatch:
         """Return the learning rate and the tokens per batch, from a law or from the ladder.
 
         - `factors`: the factor of each.
@@ -108,7 +110,7 @@ def runs_of(
     ladder: LadderConfig,
     base: Mapping[str, object],
     source: Path,
-    factors: tuple[float, float] = (1.0, 1.0),
+    factors: RateAndBatch = (1.0, 1.0),
 ) -> list[LadderRun]:
     """Return every run of the ladder: to tune, trunks, to fit laws to, and held-out runs.
 
@@ -194,7 +196,7 @@ def _forks(
     base: Mapping[str, object],
     points: Sequence[_Point],
     seed: int,
-    factors: tuple[float, float],
+    factors: RateAndBatch,
 ) -> list[LadderRun]:
     """Return a trunk with a constant learning rate and a fork of it for each budget.
 
@@ -234,12 +236,12 @@ def _run(
     seed: int,
     *,
     name: str = "",
-    settings: tuple[float, float] | None = None,
+    settings: RateAndBatch | None = None,
     beside: Sequence[float] = (),
     trunk: str = "",
     at: Sequence[int] = (),
     kind: str = "fit",
-    factors: tuple[float, float] = (1.0, 1.0),
+    factors: RateAndBatch = (1.0, 1.0),
 ) -> LadderRun:
     """Return the run of a point.
 
@@ -301,15 +303,10 @@ def _run(
         checkpoint["at"] = list(at)
     if trunk:
         checkpoint["resume"] = str(home / TRUNKS / trunk / "checkpoints" / f"step-{done}")
-    directory = home
-    if at:
-        directory = home / TRUNKS
-    elif kind == "tune":
-        directory = home / TUNING
     block["run"] = {
         "save_weights": False,
         **block.get("run", {}),
-        "directory": str(directory),
+        "directory": str(home / _FOLDERS.get(kind, "")),
         "name": name,
     }
     try:

@@ -20,7 +20,7 @@ from parallel3d.config import RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE
 from parallel3d.config.run import PLACEMENT_SETTINGS, digest_of
 from parallel3d.extras.scaling.frontier import lowest
-from parallel3d.extras.scaling.ladder.expand import CONFIGS, LadderRun, runs_of
+from parallel3d.extras.scaling.ladder.expand import CONFIGS, LadderRun, RateAndBatch, runs_of
 from parallel3d.extras.scaling.ladder.ladder_file import load
 from parallel3d.extras.scaling.runs import CONFIG, config_of, unique_tokens
 from parallel3d.plan.impossible import refuse_impossible
@@ -213,8 +213,8 @@ def state_of(run: LadderRun) -> State:
     if step < run.steps or not (run.kind == "trunk" or "held_out_loss" in last):
         return State("unfinished", step)
     if run.kind == "trunk":  # without a cool-down its loss is not used
-        needed = set(run.config.checkpoint.at)
-        return State("finished" if needed <= set(checkpoints(run.folder)) else "unfinished", step)
+        is_whole = set(run.config.checkpoint.at).issubset(checkpoints(run.folder))
+        return State("finished" if is_whole else "unfinished", step)
     evaluation = (last.get("validation") or {}).get("held_out") or {}
     return State("finished", step, last.get("held_out_loss"), evaluation.get("standard_error"))
 
@@ -334,7 +334,7 @@ def _to_json(rung: Rung) -> dict[str, object]:
     }
 
 
-def best_factors(tried: Iterable[tuple[float, tuple[float, float], float]]) -> tuple[float, float]:
+def best_factors(tried: Iterable[tuple[float, RateAndBatch, float]]) -> RateAndBatch:
     """Return the factors of learning rate and batch with the lowest loss, as means over budgets.
 
     - `tried`: budget, both factors and loss of each run; a batch is tried with the rate times its

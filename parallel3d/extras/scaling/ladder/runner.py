@@ -346,7 +346,7 @@ def register(ladder: Runs, run: LadderRun) -> Forecast | None:
     table = read_runs(ladder.directory)
     fitted = {rung.run.name for rung in ladder.rungs if rung.run.kind == "fit"}
     table = table.take([i for i, name in enumerate(table.names) if name in fitted])
-    fitted_law = fit_law(points_of(table, {}), PARAMETRIC, Estimator(), draws=DRAWS, seed=0)
+    fitted_law = fit_law(points_of(table, {}), PARAMETRIC, Estimator(), draws=DRAWS)
     fit = replace(with_checks(fitted_law, table), path=ladder.directory / "forecast-fit.json")
     replace_text(fit.path, json.dumps(finite(fit.document())))
     prediction = forecast.forecast(fit, params=run.counts.with_head, tokens=run.tokens)

@@ -77,8 +77,8 @@ def at_width(config: RunConfig, width: int, steps: int) -> CompleteConfig:
     divide the width.
     """
     sizes = config.mesh.sizes
-    share = sizes.dp * num_microbatches(config)
-    small = shrink(config, (sizes,), batch=lcm(BATCH, share))[sizes]
+    batch = lcm(BATCH, sizes.dp * num_microbatches(config))
+    small = shrink(config, (sizes,), batch=batch)[sizes]
     model = config.model
     raw = small.to_dict()
     settings = parametrization_of(model)
