@@ -353,7 +353,8 @@ def start_error(reference: "PreTrainedModel", model: "ModelConfig") -> float:
         return 0.0
     depth = getattr(getattr(model, "parametrization", None), "base_depth", None)
     matrix = model.initializer_range / sqrt(widths(model)[0])
-    residual = matrix / sqrt(2 * (depth or model.num_hidden_layers))
+    num_layers = depth or model.num_hidden_layers
+    residual = matrix / sqrt(2 * num_layers)
     stds = {"table": model.initializer_range, "matrix": matrix, "residual": residual}
     named = dict(reference.named_parameters())
     rows = []

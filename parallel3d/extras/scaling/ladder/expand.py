@@ -24,7 +24,7 @@ from parallel3d.plan.search.plans import with_vocabulary
 # Folders within a ladder's directory.
 CONFIGS = "configs"
 TRUNKS = "trunks"
-_FOLDERS = {"trunk": TRUNKS, "tune": "tuning"}  # of some kinds of runs
+_FOLDERS = {"trunk": TRUNKS, "tune": "tuning"}  # other kinds stand in the directory itself
 RateAndBatch = tuple[float, float]
 """Learning rate and tokens per batch, or a factor of each."""
 
