@@ -7,11 +7,9 @@ extrapolating their difference.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
-from operator import ne
 from typing import NamedTuple
 
-from parallel3d.schedule.schedule import Action, Op, Schedule
+from parallel3d.schedule.schedule import Action, Op, sequence
 from parallel3d.schedule.schedules import load
 
 SHORT = 32  # microbatches after which a pipeline has settled, rounded up by `counts`
@@ -87,86 +85,29 @@ def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) ->
     """Return the sequence of the named schedule, which `add_communication` splits by rank."""
     schedule = load(name).schedule(pp, num_microbatches, stages_per_rank)
     homes = schedule.pp_coord_of_stage
-    crosses = [*map(ne, homes, homes[1:]), False]
     window = stages_per_rank * last_passes(pp, num_microbatches, stages_per_rank)
     firsts = {[a for a in program if a.op != Op.F][-window:][0] for program in schedule.programs}
     inside = [0] * pp
     costs: dict[tuple[Op, int], int] = {}
     channels: dict[tuple[int, int], int] = {}
+    receives: dict[Action, int] = {}
     rows: list[tuple[int, int, int, int, int]] = []
-    # By stage and microbatch: the receives of activations and of gradients.
-    arrived, returned = [[[0] * num_microbatches for _ in homes] for _ in range(2)]
-    num_receives = 0
-    for coord, action in in_order(schedule):
+    for action in sequence(schedule):
         op, stage, microbatch = action
-        is_forward = op == Op.F
-        is_input = op in (Op.B, Op.I)
-        waits_for = arrived if is_forward else returned
+        coord = homes[stage]
         cost = costs.setdefault((op, stage), len(costs))
-        rows.append((cost, coord, -1, waits_for[stage][microbatch], inside[coord]))
-        inside[coord] |= action in firsts
-        if is_forward:
-            sends = Op.SEND_F
-            other = stage + 1
-            is_sent = crosses[stage]
-        else:
-            sends = Op.SEND_B
-            other = stage - 1
-            is_sent = is_input and stage > 0 and crosses[other]
-        if is_sent:
-            num_receives += 1
-            waits_for[other][microbatch] = num_receives
-            peer = homes[other]
+        if action.is_send:
+            receive = action.other_end
+            receives[receive] = number = len(receives) + 1
+            peer = homes[receive.stage]
             channel = channels.setdefault((min(coord, peer), max(coord, peer)), len(channels))
-            cost = costs.setdefault((sends, stage), len(costs))
-            rows.append((cost, coord, peer, channel, num_receives))
+            rows.append((cost, coord, peer, channel, number))
+        else:
+            needed = Action(Op.RECV_F if op == Op.F else Op.RECV_B, stage, microbatch)
+            rows.append((cost, coord, -1, receives.get(needed, 0), inside[coord]))
+            inside[coord] |= action in firsts
     priced = tuple(Action(op, stage, 0) for op, stage in costs)
-    return Steps(pp, priced, rows, num_receives, len(channels))
-
-
-def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
-    """Return the computes of `schedule.sequence`, without its SENDs, each with its coordinate.
-
-    It takes a third of that function's time, for programs that are known to be valid.
-    """
-    last = schedule.num_stages - 1
-    forward_ends, backward_ends = (
-        [[-1.0] * schedule.num_microbatches for _ in range(last + 1)] for _ in range(2)
-    )
-    turns: list[tuple[float, int, Action]] = []
-    forward = Op.F
-    both = Op.B
-    inner = Op.I
-    free = [0.0] * schedule.pp_size
-    places = [0] * schedule.pp_size
-    moved = True
-    while moved:
-        moved = False
-        for coord, program in enumerate(schedule.programs):
-            place = places[coord]
-            now = free[coord]
-            for action in islice(program, place, None):
-                op, stage, microbatch = action
-                ready = 0.0
-                if op == forward:
-                    ready = forward_ends[stage - 1][microbatch] if stage else 0.0
-                elif op in (both, inner) and stage < last:
-                    ready = backward_ends[stage + 1][microbatch]
-                if ready < 0:
-                    break
-                place += 1
-                now = (now if now > ready else ready) + (2.0 if op == both else 1.0)
-                if op == forward:
-                    forward_ends[stage][microbatch] = now
-                elif op != Op.W:
-                    backward_ends[stage][microbatch] = now
-                # By the end, then forwards by stage, then backwards from the last stage on.
-                turn = now * (2 * last + 1) + (stage if op == forward else 2 * last - stage)
-                turns.append((turn, coord, action))
-            moved |= place > places[coord]
-            places[coord] = place
-            free[coord] = now
-    return [(coord, action) for *_, coord, action in sorted(turns)]
+    return Steps(pp, priced, rows, len(receives), len(channels))
 
 
 def _ends(steps: Steps, cost: Callable[[Action], float], sends: bool) -> list[CoordinateEnd]:
