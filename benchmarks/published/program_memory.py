@@ -48,19 +48,17 @@ def parts_of(setting: Setting, holds: Holds, hardware: Hardware | None = None) -
     """Bytes on a device of each pipeline coordinate, by the names of the planner's PARTS."""
     model = model_of(setting.workload.layers)
     cuts = stages_of(model, setting.num_stages, holds.placement, setting.workload.seq)
-    pp = setting.mesh.pp
-    stages_per_rank, schedule = setting.order
-    if pp == 1:
-        schedule = "one_f_one_b"  # none keeps more than one
-    homes = stages_on(schedule, pp, stages_per_rank)
-    numbers = schedule, pp, setting.num_microbatches, stages_per_rank
+    order = setting.actions
+    if order.pp == 1:
+        order = order._replace(schedule="one_f_one_b")  # none keeps more than one
+    homes = stages_on(order.schedule, order.pp, order.stages_per_rank)
     found = []
     for coord, home in enumerate(homes):
         stages = tuple(cuts[stage] for stage in home)
         layers = tuple(model.kind_of[i] for stage in stages for i in stage)
         passing = [_pass(setting, model, stage) for stage in stages]
         counts = max(
-            in_flight(*numbers, coord),
+            in_flight(order, coord),
             key=lambda c: sum(n * p.saved for n, p in zip(c, passing, strict=True)),
         )
         parts = _states(setting, holds, model, layers)

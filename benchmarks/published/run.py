@@ -172,5 +172,5 @@ def _check(setting: PublishedSetting) -> None:
                 "looks at; correct pp, virtual_pp, n_layers or the batch",
                 f"more than {most:,} {what}",
             )
-    check_sizes(*setting.action_order)
+    check_sizes(*setting.actions)
     stages_of(model_of(layers), stages, setting.workload.seq)

@@ -316,7 +316,7 @@ def _check_fim(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of settings that fill-in-the-middle cannot be combined with."""
     fim = data.fim is not None
     sources = data.mixture or (data,)
-    weighs = any(part.label_field or part.weight_field for part in sources)
+    weighs = any(map(_loss_columns, sources))
     if fim and weighs:
         yield Problem(
             "fim", "set", "cannot be combined with label_field or weight_field", "remove one"
@@ -374,26 +374,31 @@ def _check_keys(section: SourceConfig) -> Iterator[Problem]:
 
 def _check_loss_columns(section: SourceConfig) -> Iterator[Problem]:
     """Yield the problems of label_field and weight_field."""
-    labels = section.label_field
-    weights = section.weight_field
+    columns = _loss_columns(section)
     is_text = section.source in _READ_BY["token_field"] and section.token_field is None
-    remedy = 'add "token_field": "input_ids"'
-    if labels and weights:
+    if len(columns) > 1:
         yield Problem(
-            "weight_field", weights, "cannot be combined with label_field", "remove one of the two"
+            "weight_field",
+            section.weight_field,
+            "cannot be combined with label_field",
+            "remove one of the two",
         )
-    if labels and is_text:
-        yield Problem("label_field", labels, "requires token_field", remedy)
-    if weights and is_text:
-        yield Problem("weight_field", weights, "requires token_field", remedy)
+    if is_text:
+        remedy = 'add "token_field": "input_ids"'
+        for name, column in columns.items():
+            yield Problem(name, column, "requires token_field", remedy)
+
+
+def _loss_columns(section: SourceConfig) -> dict[str, str]:
+    """Return the columns of labels and weights that a source has, by their settings."""
+    columns = {"label_field": section.label_field, "weight_field": section.weight_field}
+    return {name: column for name, column in columns.items() if column}
 
 
 def _check_stream(section: SourceConfig) -> Iterator[Problem]:
     """Yield the problems of a source's stream and manifest."""
     stream = section.stream
     manifest = section.manifest
-    labels = section.label_field
-    weights = section.weight_field
     is_text = stream and not yields_token_ids(section)
     urls = [path for path in section.paths if "://" in path]
     if urls and not stream:
@@ -419,10 +424,9 @@ def _check_stream(section: SourceConfig) -> Iterator[Problem]:
             "is for streams of text",
             "remove it" if stream else 'remove it, or add "stream": true and "manifest"',
         )
-    if stream and labels:
-        yield Problem("label_field", labels, "cannot be streamed", "remove it, or remove stream")
-    if stream and weights:
-        yield Problem("weight_field", weights, "cannot be streamed", "remove it, or remove stream")
+    if stream:
+        for name, column in _loss_columns(section).items():
+            yield Problem(name, column, "cannot be streamed", "remove it, or remove stream")
 
 
 def _check_streams(data: DataConfig) -> Iterator[Problem]:

@@ -67,7 +67,7 @@ _ONE_BIT_PARAMS = (
 )
 _LOG_LEVELS = (None, "debug", "info", "warning", "error", "critical")
 _RECOMPUTE = "parallel3d.pipeline.activation_checkpointing"
-_REMOVED = "was removed in DeepSpeed 0.19"
+_GONE = "was removed in DeepSpeed 0.19; remove it"
 _METRICS = "is not used: metrics.jsonl records loss, speed, memory and MFU of every step; remove it"
 _OWN_LOOP = "is not used: parallel3d scales and reduces the gradients itself; remove it"
 _CHECKPOINT = "is not used: parallel3d writes its own checkpoint format; remove it"
@@ -75,6 +75,7 @@ _NO_EXPERTS = "is not supported: experts are not distributed over ranks; remove 
 _MASTERS = "is not supported: master weights and moments are fp32; remove it"
 
 
+_GONE_UNLESS_OFF = Key(_GONE, switch="enabled")
 _EITHER = Key("must be true or false, and has no effect; remove it", (True, False))
 _NO_EFFECT = Key("has no effect; remove it", (ANY,))
 _ONE_BIT = Key("is for 1-bit optimizers, which are not supported; remove it")
@@ -100,7 +101,7 @@ TOP_LEVEL = {
             'parallel3d.pipeline.offload_activations = "cpu"',
         },
     ),
-    "amp": Key(f"{_REMOVED}; use bf16", switch="enabled"),
+    "amp": Key("was removed in DeepSpeed 0.19; use bf16", switch="enabled"),
     "autotuning": Key(
         "is not supported: it relaunches the training script; remove it, or run `parallel3d plan`",
         switch="enabled",
@@ -120,8 +121,8 @@ TOP_LEVEL = {
     "compile": Key(
         "is not supported; remove it, or set parallel3d.train.compile", switch="deepcompile"
     ),
-    "compression_training": Key(f"{_REMOVED}; remove it"),
-    "curriculum_learning": Key(f"{_REMOVED}; remove it", switch="enabled"),
+    "compression_training": Key(_GONE),
+    "curriculum_learning": _GONE_UNLESS_OFF,
     "data_efficiency": Key(
         "is not used: parallel3d sets the order of samples itself; remove it", switch="enabled"
     ),
@@ -145,19 +146,21 @@ TOP_LEVEL = {
         "is not supported: Python's garbage collection stays on; remove it", (False,)
     ),
     "dump_state": _EITHER,
-    "eigenvalue": Key(f"{_REMOVED}; remove it", switch="enabled"),
-    "elasticity": Key(f"{_REMOVED}; set train_micro_batch_size_per_gpu", switch="enabled"),
+    "eigenvalue": _GONE_UNLESS_OFF,
+    "elasticity": Key(
+        "was removed in DeepSpeed 0.19; set train_micro_batch_size_per_gpu", switch="enabled"
+    ),
     "expert_parallel": Key(_NO_EXPERTS, switch="enabled"),
     "gradient_allreduce_op": Key(_OWN_LOOP, ("mean",)),
     "gradient_predivide_factor": Key(_OWN_LOOP, (1,)),
-    "graph_harvesting": Key(f"{_REMOVED}; remove it", (False,)),
+    "graph_harvesting": Key(_GONE, (False,)),
     "hybrid_engine": Key("is not supported: it is for RLHF; remove it", switch="enabled"),
     "log_level": Key(
         "must be a log level, and has no effect: DeepSpeed logs errors only; remove it", _LOG_LEVELS
     ),
     "managed_gradient_accumulation": Key(_OWN_LOOP, (True,)),
     "memory_breakdown": _EITHER,
-    "nebula": Key(f"{_REMOVED}; remove it", switch="enabled"),
+    "nebula": _GONE_UNLESS_OFF,
     "pipeline": Key(
         "is not used: DeepSpeed's pipeline engine does not run; set parallel3d.pipeline",
         items={
@@ -170,16 +173,16 @@ TOP_LEVEL = {
         },
     ),
     "prescale_gradients": _EITHER,  # gradients are reduced in fp32, so only rounding could differ
-    "progressive_layer_drop": Key(f"{_REMOVED}; remove it", switch="enabled"),
-    "quantize_training": Key(f"{_REMOVED}; remove it", switch="enabled"),
+    "progressive_layer_drop": _GONE_UNLESS_OFF,
+    "quantize_training": _GONE_UNLESS_OFF,
     "seq_parallel_communication_data_type": Key(
         "is not used: it is for DeepSpeed-Ulysses; remove it", (None, "fp32")
     ),
     "sequence_parallel_size": Key(
         "is not used: it is for DeepSpeed-Ulysses; set parallel3d.mesh.sequence_parallel", (1,)
     ),
-    "sparse_attention": Key(f"{_REMOVED}; remove it"),
-    "sparse_gradients": Key(f"{_REMOVED}; remove it", (False,)),
+    "sparse_attention": Key(_GONE),
+    "sparse_gradients": Key(_GONE, (False,)),
     "tensor_parallel": Key(
         "is not used: parallel3d shards its own layers; set parallel3d.mesh.tp",
         items={"autotp_size": (0, 1)},
@@ -207,7 +210,7 @@ _FULL_WEIGHTS = Key(
 _GATHERS = (
     "is not supported: weights are all-gathered; remove it, or set parallel3d.pipeline.weights"
 )
-_QUANTIZED = "is part of ZeRO++: quantization would change results; remove it"
+_QUANTIZED = Key("is part of ZeRO++: quantization would change results; remove it", (False,))
 
 # By the dotted path of the block that has the keys.
 BY_SECTION: dict[str, dict[str, Key]] = {
@@ -290,8 +293,8 @@ BY_SECTION: dict[str, dict[str, Key]] = {
         "load_from_fp32_weights": Key(_CHECKPOINT, (True,)),
         "log_trace_cache_warnings": _EITHER,
         "memory_efficient_linear": _EITHER,
-        "mics_hierarchical_params_gather": Key(f"{_REMOVED}; remove it", (False,)),
-        "mics_shard_size": Key(f"{_REMOVED}; remove it", (-1,)),
+        "mics_hierarchical_params_gather": Key(_GONE, (False,)),
+        "mics_shard_size": Key(_GONE, (-1,)),
         "override_module_apply": _EITHER,
         "parameter_alignment": Key("is not supported: ZeRO packs parameters; remove it", (False,)),
         "pipeline_loading_checkpoint": Key(_CHECKPOINT, (False,)),
@@ -320,10 +323,10 @@ BY_SECTION: dict[str, dict[str, Key]] = {
         "zero_hpz_partition_size": Key(
             "is part of ZeRO++, whose groups are consecutive ranks, not a stage's; remove it", (1,)
         ),
-        "zero_quantized_gradients": Key(_QUANTIZED, (False,)),
-        "zero_quantized_nontrainable_weights": Key(_QUANTIZED, (False,)),
-        "zero_quantized_weights": Key(_QUANTIZED, (False,)),
-        "zeropp_loco_param": Key(f"{_REMOVED}; remove it", (None,)),
+        "zero_quantized_gradients": _QUANTIZED,
+        "zero_quantized_nontrainable_weights": _QUANTIZED,
+        "zero_quantized_weights": _QUANTIZED,
+        "zeropp_loco_param": Key(_GONE, (None,)),
     },
     "zero_optimization.offload_optimizer": {
         "cpuadam_cores_perc": Key(

@@ -7,9 +7,9 @@ Step n uses the formula's value at n - 1, because DeepSpeed's scheduler steps af
 """
 
 from math import cos, log, pi
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, create_model
+from pydantic import Field
 
 from parallel3d.base.section import Choice, Section
 
@@ -102,24 +102,32 @@ class WarmupCosineLRParams(Warmup):
         return lr * (least + (1 - least) * share)
 
 
-def _schedule(name: str, params: type[Section], default: object = ...) -> type[Section]:
-    """Return the section class of a DeepSpeed schedule.
+class WarmupLR(Section):
+    """A warm-up, then a constant rate."""
 
-    - `params`: class of the schedule's parameters.
-    - `default`: their default; `...` if some are required.
-    """
-    literal: Any = Literal[name]
-    return create_model(
-        name,
-        __base__=Section,
-        __module__=__name__,
-        type=(literal, Field(description="Name of the schedule.")),
-        params=(params, Field(default, description="Parameters of the schedule.")),
-    )
+    type: Literal["WarmupLR"]
+    """Name of the schedule."""
+    params: WarmupLRParams = WarmupLRParams()
+    """Parameters of the schedule."""
 
 
-WarmupLR = _schedule("WarmupLR", WarmupLRParams, WarmupLRParams())
-WarmupDecayLR = _schedule("WarmupDecayLR", WarmupDecayLRParams)
-WarmupCosineLR = _schedule("WarmupCosineLR", WarmupCosineLRParams)
+class WarmupDecayLR(Section):
+    """A warm-up, then a linear decay."""
+
+    type: Literal["WarmupDecayLR"]
+    """Name of the schedule."""
+    params: WarmupDecayLRParams
+    """Parameters of the schedule."""
+
+
+class WarmupCosineLR(Section):
+    """A warm-up, then half a cosine."""
+
+    type: Literal["WarmupCosineLR"]
+    """Name of the schedule."""
+    params: WarmupCosineLRParams
+    """Parameters of the schedule."""
+
+
 SCHEDULERS = {cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 SCHEDULER = Choice("type", "scheduler", SCHEDULERS.keys, SCHEDULERS.__getitem__)

@@ -166,6 +166,15 @@ class Order(NamedTuple):
     schedule: str = "gpipe"
 
 
+class ActionOrder(NamedTuple):
+    """A schedule with its sizes, which determine the order of each rank's actions."""
+
+    schedule: str
+    pp: int
+    num_microbatches: int
+    stages_per_rank: int
+
+
 class ZeroState(NamedTuple):
     """A ZeRO stage with its reduction and offloads. The simplest sorts first.
 
@@ -240,10 +249,10 @@ class Setting:
         return self.flow.mesh.pp * self.order.stages_per_rank
 
     @property
-    def action_order(self) -> tuple[str, int, int, int]:
-        """The schedule's name, pp, microbatches and stages per rank: its programs' order."""
+    def actions(self) -> ActionOrder:
+        """The schedule with its sizes."""
         stages_per_rank, schedule = self.order
-        return schedule, self.flow.mesh.pp, self.num_microbatches, stages_per_rank
+        return ActionOrder(schedule, self.flow.mesh.pp, self.num_microbatches, stages_per_rank)
 
     @property
     def shards(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.arithmetic import samples_of_epochs
-from parallel3d.config.deepspeed_keys import ANY, BY_SECTION
+from parallel3d.config.deepspeed_keys import ANY, BY_SECTION, REASONS
 from parallel3d.config.deepspeed_keys import REMOVED as GONE
 from parallel3d.config.normalise import apply_overrides
 from tests.config.configs import REMOVED, error_of, raw
@@ -162,22 +162,10 @@ def test_message_of_a_missing_block_can_be_pasted():
 
 
 def test_parameters_of_other_optimizers_are_refused_one_by_one():
-    """Those that DeepSpeed's documentation lists, each with the optimizer that it belongs to."""
-    names = (
-        "freeze_step",
-        "cuda_aware",
-        "comm_backend_name",
-        "var_freeze_step",
-        "var_update_scaler",
-        "local_step_scaler",
-        "local_step_clipper",
-        "max_coeff",
-        "min_coeff",
-        "coeff_beta",
-        "factor_max",
-        "factor_min",
-        "factor_threshold",
-    )
+    """Those of 1-bit Adam, 0/1 Adam and 1-bit LAMB, each with the optimizer that it belongs to."""
+    reasons = REASONS["optimizer.params"]
+    names = [name for name, reason in reasons.items() if "1-bit" in reason]
+    assert {"freeze_step", "var_update_scaler", "factor_threshold"} <= {*names}
     params = {"lr": 1e-3} | dict.fromkeys(names, 1)
     message = error_of(optimizer={"type": "OneBitLamb", "params": params})
     assert message.startswith(f"{1 + len(names)} problems")

@@ -49,8 +49,8 @@ def test_planner_knows_every_schedule_and_splits_only_with_one_reduction() -> No
     assert ordered(request) == set(schedules.names())
     for name in ("one_by_one", "zb_h1"):
         ranking = search(request_of(config(), machine(), 4, {"schedule": name}), rows=8)
-        assert {plan.setting.schedule for plan in ranking.plans} == {name}
-        once = {plan.setting.reduces_once for plan in ranking.plans}
+        assert {plan.setting.order.schedule for plan in ranking.plans} == {name}
+        once = {plan.setting.state.reduces_once for plan in ranking.plans}
         assert once == ({True} if name == "zb_h1" else {True, False})
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from parallel3d.model.recompute import FULL, NONE, Recompute
 from parallel3d.model.spec import LayerCost, LayerSpec, Shape
-from parallel3d.plan.setting import Setting
+from parallel3d.plan.setting import ActionOrder, Setting
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import Action, Op
 from parallel3d.schedule.schedules import load
@@ -118,46 +118,43 @@ def cost_of(
     return model.kinds[kind].cost(shape, tp, sequence_parallel, recompute)
 
 
+Stages = tuple[int, ...]  # of one pipeline coordinate, first to last
+
+
 @lru_cache(maxsize=4096)
-def stages_on(schedule: str, pp: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each pipeline coordinate, first to last."""
+def stages_on(schedule: str, pp: int, stages_per_rank: int) -> tuple[Stages, ...]:
+    """Return the stages of each pipeline coordinate."""
     placement = load(schedule).schedule(pp, 1, stages_per_rank).pp_coord_of_stage
     return tuple(tuple(s for s, c in enumerate(placement) if c == coord) for coord in range(pp))
 
 
 @lru_cache(maxsize=65536)
-def most_in_flight(
-    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
-) -> tuple[int, ...]:
+def most_in_flight(order: ActionOrder) -> tuple[int, ...]:
     """Return the most microbatches that each pipeline coordinate has in flight at once."""
-    return load(schedule).peak_in_flight(pp, num_microbatches, stages_per_rank)
+    schedule, *sizes = order
+    return load(schedule).peak_in_flight(*sizes)
 
 
 _GROUPS = 4
 MicrobatchCounts = tuple[int, ...]  # [stages of a coordinate]: microbatches in flight
 
 
-def in_flight(
-    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, coord: int
-) -> tuple[MicrobatchCounts, ...]:
+def in_flight(order: ActionOrder, coord: int) -> tuple[MicrobatchCounts, ...]:
     """Return the counts of microbatches in flight at a coordinate's fullest moments.
 
     With several stages per rank, no single moment need have the most of all stages: every moment
     before a run of backwards is returned.
     """
-    if stages_per_rank == 1:
-        return ((most_in_flight(schedule, pp, num_microbatches, 1)[coord],),)
-    few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
-    return _counted(schedule, pp, few, stages_per_rank, coord)
+    if order.stages_per_rank == 1:
+        return ((most_in_flight(order)[coord],),)
+    return _counted(shortened(order), coord)
 
 
 @lru_cache(maxsize=16384)
-def few_microbatches(schedule: str, pp: int, num_microbatches: int, stages_per_rank: int) -> int:
-    """Return the number of microbatches to simulate: few, if they have as much in flight as all."""
-    few = _few(pp, num_microbatches)
-    most = most_in_flight(schedule, pp, num_microbatches, stages_per_rank)
-    same = most_in_flight(schedule, pp, few, stages_per_rank) == most
-    return few if same else num_microbatches
+def shortened(order: ActionOrder) -> ActionOrder:
+    """Return the order with few microbatches, if they have as much in flight as all."""
+    few = order._replace(num_microbatches=_few(order.pp, order.num_microbatches))
+    return few if most_in_flight(few) == most_in_flight(order) else order
 
 
 def _few(pp: int, num_microbatches: int) -> int:
@@ -174,32 +171,28 @@ def _few(pp: int, num_microbatches: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def programs_of(
-    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
-) -> tuple[tuple[Action, ...], ...]:
+def programs_of(order: ActionOrder) -> tuple[tuple[Action, ...], ...]:
     """Return the computes of each pipeline coordinate, in order."""
-    return load(schedule).schedule(pp, num_microbatches, stages_per_rank).programs
+    schedule, *sizes = order
+    return load(schedule).schedule(*sizes).programs
 
 
 @lru_cache(maxsize=65536)
-def _counted(
-    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, coord: int
-) -> tuple[MicrobatchCounts, ...]:
+def _counted(order: ActionOrder, coord: int) -> tuple[MicrobatchCounts, ...]:
     """Return the microbatches in flight before each run of backwards of a coordinate's program."""
-    stages = stages_on(schedule, pp, stages_per_rank)[coord]
-    place = {stage: i for i, stage in enumerate(stages)}
+    stages = stages_on(order.schedule, order.pp, order.stages_per_rank)[coord]
     counts = [0] * len(stages)
     seen = set()
     rising = False
-    for op, stage, _ in programs_of(schedule, pp, num_microbatches, stages_per_rank)[coord]:
+    for op, stage, _ in programs_of(order)[coord]:
         if op == Op.F:
-            counts[place[stage]] += 1
+            counts[stages.index(stage)] += 1
             rising = True
         elif op in (Op.B, Op.W):
             if rising:
                 seen.add(tuple(counts))
                 rising = False
-            counts[place[stage]] -= 1
+            counts[stages.index(stage)] -= 1
     return tuple(sorted(seen))
 
 
@@ -218,7 +211,7 @@ class Outer:
     coord: int
     coord_class: int
     stages_before: Counts
-    home: tuple[int, ...]
+    home: Stages
     stages_from: tuple[Counts, ...]
 
 
@@ -238,7 +231,7 @@ class StageClasses:
     model: LayerKinds
     stages: tuple[Counts, ...]
     class_of: tuple[int, ...]
-    homes: tuple[tuple[int, ...], ...]
+    homes: tuple[Stages, ...]
     coords: tuple[tuple[int, ...], ...]
     coord_class_of: tuple[int, ...]
     crossings: tuple[tuple[int, int], ...]
@@ -272,9 +265,7 @@ def _layout(
 
 
 @lru_cache(maxsize=4096)
-def _placed(
-    model: LayerKinds, cuts: tuple[range, ...], homes: tuple[tuple[int, ...], ...]
-) -> StageClasses:
+def _placed(model: LayerKinds, cuts: tuple[range, ...], homes: tuple[Stages, ...]) -> StageClasses:
     kinds = range(len(model.kinds))
     held = [tuple([model.kind_of[i] for i in layers].count(k) for k in kinds) for layers in cuts]
     stages = tuple(dict.fromkeys(held))

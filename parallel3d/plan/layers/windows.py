@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from parallel3d.plan.layers.placement import (
     MicrobatchCounts,
-    few_microbatches,
     programs_of,
+    shortened,
     stages_on,
 )
+from parallel3d.plan.setting import ActionOrder
 from parallel3d.schedule.action import Op
 from parallel3d.schedule.sharding import Weights, with_sharding
 
@@ -72,34 +73,19 @@ _ALONE = frozenset({(0,)})
 _ONE_STAGE = Windows((1,), (_ALONE,), (_ALONE,), (Arrival(0, True, (0,), (0,)),))
 
 
-def windows_of(
-    schedule: str,
-    pp: int,
-    num_microbatches: int,
-    stages_per_rank: int,
-    weights: Weights,
-    coord: int,
-) -> Windows:
+def windows_of(order: ActionOrder, weights: Weights, coord: int) -> Windows:
     """Return the weight gathers of one pipeline coordinate in a step."""
-    if stages_per_rank == 1:
+    if order.stages_per_rank == 1:
         return _ONE_STAGE
-    few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
     if weights == "per_step":
-        return _per_step(gradients(schedule, pp, few, stages_per_rank, coord))
-    return _windows(schedule, pp, few, stages_per_rank, weights, coord)
+        return _per_step(gradients(order, coord))
+    return _windows(shortened(order), weights, coord)
 
 
 @lru_cache(maxsize=65536)
-def _windows(
-    schedule: str,
-    pp: int,
-    num_microbatches: int,
-    stages_per_rank: int,
-    weights: Weights,
-    coord: int,
-) -> Windows:
-    program = programs_of(schedule, pp, num_microbatches, stages_per_rank)[coord]
-    home = stages_on(schedule, pp, stages_per_rank)[coord]
+def _windows(order: ActionOrder, weights: Weights, coord: int) -> Windows:
+    program = programs_of(order)[coord]
+    home = stages_on(order.schedule, order.pp, order.stages_per_rank)[coord]
     times = [0] * len(home)
     counts = [0] * len(home)
     passes: dict[bool, list[set[Held]]] = {there: [set() for _ in home] for there in (True, False)}
@@ -135,13 +121,10 @@ def _per_step(own: tuple[Gradients, ...]) -> Windows:
 
 
 @lru_cache(maxsize=65536)
-def gradients(
-    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, coord: int
-) -> tuple[Gradients, ...]:
+def gradients(order: ActionOrder, coord: int) -> tuple[Gradients, ...]:
     """Return the lifetimes of the gradients of one pipeline coordinate's stages."""
-    few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
-    program = programs_of(schedule, pp, few, stages_per_rank)[coord]
-    home = stages_on(schedule, pp, stages_per_rank)[coord]
+    program = programs_of(shortened(order))[coord]
+    home = stages_on(order.schedule, order.pp, order.stages_per_rank)[coord]
     place_of = {stage: place for place, stage in enumerate(home)}
     last = {action.stage: i for i, action in enumerate(program) if action.op in (Op.B, Op.W)}
     counts = [0] * len(home)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from parallel3d.plan.layers.placement import (
     MicrobatchCounts,
     StageLayers,
+    Stages,
     in_flight,
 )
 from parallel3d.plan.layers.weight_counts import WeightSizes, sizes
@@ -45,7 +46,7 @@ class CoordinateRank:
 
     setting: Setting
     coord: int
-    home: tuple[int, ...]
+    home: Stages
     layers: tuple[StageLayers, ...]
     stages: tuple[StageActivations, ...]
     on_cpu: bool
@@ -56,7 +57,7 @@ class CoordinateRank:
         setting = self.setting
         state = setting.state
         self._places: Held = tuple(range(len(self.home)))
-        self._flight = in_flight(*setting.action_order, self.coord)
+        self._flight = in_flight(setting.actions, self.coord)
         self._all_sizes = self._sizes(self._places)
         self.held = states(setting, self._all_sizes, self.on_cpu)
         self._shard = self.held.shard if self.held.standing else 0
@@ -82,11 +83,11 @@ class CoordinateRank:
         yield 0, held.shard, always, 0, held.buffers + held.stepping
         own: tuple[Gradients | None, ...] = (None,) * len(self.home)
         if held.unreduced > 0 and len(self.home) > 1:
-            own = gradients(*self.setting.action_order, self.coord)
+            own = gradients(self.setting.actions, self.coord)
         else:
             yield 0, held.unreduced + held.shard, always, 0, reduced
         if self.setting.state.holds_weights:
-            coming = windows_of(*self.setting.action_order, self.setting.state.weights, self.coord)
+            coming = windows_of(self.setting.actions, self.setting.state.weights, self.coord)
             yield from self._arrival_moments(coming)
             weights = [self._gathered_by_program(coming, place) for place in self._places]
         else:

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain
 from operator import mul
 
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config.hardware import Hardware
 from parallel3d.plan.layers.placement import (
     StageLayers,
+    Stages,
     in_flight,
     layers_by_stage,
     model_of,
@@ -121,7 +121,7 @@ def least_on_first(
     shard = held.shard if held.standing else 0
     device = held.weights + held.optimizer + held.buffers + shard
     device += least_in_flight(s, hardware) if activations is None else activations
-    most = most_in_flight(*s.action_order)[0]
+    most = most_in_flight(s.actions)[0]
     # If some forward runs after a backward, it runs beside gradients. But several stages need not
     # have unreduced gradients while most microbatches are in flight.
     stages = s.order.stages_per_rank
@@ -148,8 +148,8 @@ def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool =
             saved[part] -= stage.hidden_bytes
     if counted:
         each = [saved[part] for part in held]
-        return max(int(sum(map(mul, counts, each))) for counts in in_flight(*s.action_order, 0))
-    return min(saved.values()) * most_in_flight(*s.action_order)[0]
+        return max(int(sum(map(mul, counts, each))) for counts in in_flight(s.actions, 0))
+    return min(saved.values()) * most_in_flight(s.actions)[0]
 
 
 def saved_bytes(setting: Setting, hardware: Hardware | None = None) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ def _parts(setting: Setting) -> tuple[StageLayers, ...]:
     return layers_by_stage(model_of(work.layers), setting.num_stages, work.seq)
 
 
-def _homes(setting: Setting) -> tuple[tuple[int, ...], ...]:
+def _homes(setting: Setting) -> tuple[Stages, ...]:
     """Return the stages of each pipeline coordinate."""
     stages_per_rank, schedule = setting.order
     return stages_on(schedule, setting.mesh.pp, stages_per_rank)
@@ -222,7 +222,8 @@ def nccl_estimate(setting: Setting, coord: int, hardware: Hardware | None) -> in
     if is_cpu(hardware) or mesh.ranks == 1:
         return 0
     message = RankShare.of(setting).hidden_bytes
-    crossings = _crossings(_homes(setting), coord)
+    stages_per_rank, schedule = setting.order
+    crossings = _crossings(schedule, mesh.pp, stages_per_rank, coord)
     communicators = _communicators(mesh, setting.flow.ep)
     return communicators * COMMUNICATOR + KEPT_MESSAGES * crossings * message
 
@@ -248,9 +249,9 @@ def _communicators(mesh: MeshSizes, ep: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _crossings(homes: tuple[tuple[int, ...], ...], coord: int) -> int:
+def _crossings(schedule: str, pp: int, stages_per_rank: int, coord: int) -> int:
     """Return the number of neighbouring stages, before and after each own one, on other ranks."""
-    home = homes[coord]
-    others = {*chain(*homes)} - {*home}
+    home = stages_on(schedule, pp, stages_per_rank)[coord]
+    others = {*range(pp * stages_per_rank)} - {*home}
     neighbours = [stage + 1 for stage in home] + [stage - 1 for stage in home]
     return sum(stage in others for stage in neighbours)

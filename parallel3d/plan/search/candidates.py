@@ -83,7 +83,6 @@ def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
     allowed = []
     pp = flow.mesh.pp
     num_layers = len(request.workload.layers)
-    names = schedules.names()
     sizes = request.batch_sizes or (request.global_batch_size,)
     counts = {size // flow.mesh.dp // flow.micro_batch for size in sizes}
     # One rank has one stage: more stages would run the same computes in the same order.
@@ -92,7 +91,7 @@ def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
         lengths = {num % (pp * stages_per_rank) for num in (num_layers, num_layers - 2)}
         if stages_per_rank > UNEVEN and 0 not in lengths:
             continue
-        for name in names:
+        for name in request.schedules:
             if flow.recompute.full_layers and schedules.splits_backward(name):
                 continue  # recomputation saves nothing: W's inputs stay until W
             order = Order(stages_per_rank, name)

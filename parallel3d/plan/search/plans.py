@@ -17,6 +17,7 @@ from parallel3d.plan.layers.placement import cost_of, layers_by_stage, model_of,
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.setting import Setting, Workload
 from parallel3d.plan.time.step import StepTime
+from parallel3d.schedule import schedules
 
 CHOICES = (
     *AXES,
@@ -59,6 +60,11 @@ class Request:
     def common_batch(self) -> int:
         """The largest number of samples that divides the batch of every step."""
         return gcd(self.global_batch_size, *self.batch_sizes)
+
+    @cached_property
+    def schedules(self) -> tuple[str, ...]:
+        """The names of all schedules, which are looked for on the disk."""
+        return schedules.names()
 
     @cached_property
     def flops(self) -> "Flops":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from parallel3d.plan.setting import ActionOrder
 from parallel3d.schedule.schedule import Action, Op, sequence
 from parallel3d.schedule.schedules import load
 
@@ -40,29 +41,24 @@ class CoordinateEnd(NamedTuple):
     waited: float
 
 
-def last_passes(pp: int, num_microbatches: int, stages_per_rank: int) -> int:
+def last_passes(order: ActionOrder) -> int:
     """Return how many of a stage's first, or last, microbatches can hide work done once per step.
 
     Interleaved schedules run pp microbatches at a time (arXiv:2104.04473, section 2.2).
     """
-    return min(pp, num_microbatches) if stages_per_rank > 1 else 1
+    return min(order.pp, order.num_microbatches) if order.stages_per_rank > 1 else 1
 
 
 def ends(
-    name: str,
-    pp: int,
-    num_microbatches: int,
-    stages_per_rank: int,
-    cost: Callable[[Action], float],
-    sends: bool = True,
+    order: ActionOrder, cost: Callable[[Action], float], sends: bool = True
 ) -> list[CoordinateEnd]:
     """Return the end of each coordinate's step; `cost` is the same for all microbatches."""
-    fewer, more = counts(pp, num_microbatches)
-    last = _ends(steps_of(name, pp, more, stages_per_rank), cost, sends)
-    if more == num_microbatches:
+    fewer, more = counts(order.pp, order.num_microbatches)
+    last = _ends(steps_of(order._replace(num_microbatches=more)), cost, sends)
+    if more == order.num_microbatches:
         return last
-    first = _ends(steps_of(name, pp, fewer, stages_per_rank), cost, sends)
-    times = (num_microbatches - more) / (more - fewer)
+    first = _ends(steps_of(order._replace(num_microbatches=fewer)), cost, sends)
+    times = (order.num_microbatches - more) / (more - fewer)
     return [
         CoordinateEnd(b + times * (b - a), w) for (a, _), (b, w) in zip(first, last, strict=True)
     ]
@@ -81,11 +77,13 @@ def counts(pp: int, num_microbatches: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) -> Steps:
-    """Return the sequence of the named schedule, which `add_communication` splits by rank."""
-    schedule = load(name).schedule(pp, num_microbatches, stages_per_rank)
+def steps_of(order: ActionOrder) -> Steps:
+    """Return a schedule's sequence, which `add_communication` splits by rank."""
+    name, *sizes = order
+    schedule = load(name).schedule(*sizes)
+    pp = order.pp
     homes = schedule.pp_coord_of_stage
-    window = stages_per_rank * last_passes(pp, num_microbatches, stages_per_rank)
+    window = order.stages_per_rank * last_passes(order)
     firsts = {[a for a in program if a.op != Op.F][-window:][0] for program in schedule.programs}
     inside = [0] * pp
     costs: dict[tuple[Op, int], int] = {}

@@ -69,8 +69,8 @@ def _gathers(setting: Setting) -> tuple[int, ...]:
     stages_per_rank = setting.order.stages_per_rank
     if weights == "per_step" or stages_per_rank == 1:
         return (1,) * stages_per_rank
-    order = setting.action_order
-    times = [windows_of(*order, weights, coord).times for coord in range(setting.mesh.pp)]
+    pp = setting.mesh.pp
+    times = [windows_of(setting.actions, weights, coord).times for coord in range(pp)]
     return tuple(map(max, zip(*times, strict=True)))
 
 

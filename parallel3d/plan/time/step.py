@@ -110,7 +110,7 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
         parts, free = _exposed(back, moves, True, machine, slowdown)
         backward.append(parts)
         behind.append(free)
-    in_a_row = last_passes(layout.pp, setting.num_microbatches, setting.order.stages_per_rank)
+    in_a_row = last_passes(setting.actions)
     per_coord = []
     for classes, once in zip(layout.coords, by_coord, strict=True):
         free_ahead = in_a_row * sum([ahead[c] for c in classes])
@@ -251,7 +251,7 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
 
     Raises ConfigError if the schedule cannot run or the hardware lacks a figure.
     """
-    check_sizes(*setting.action_order)
+    check_sizes(*setting.actions)
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
     passes = _ends(setting, costs)
     seconds = pipeline = _step(costs, passes)
@@ -271,11 +271,11 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
 def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> Spans:
     """Return the span of each compute and message of the step."""
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
-    return simulate(make_schedule(*setting.action_order), costs.seconds)
+    return simulate(make_schedule(*setting.actions), costs.seconds)
 
 
 def _ends(setting: Setting, costs: ActionCosts, sends: bool = True) -> list[CoordinateEnd]:
-    return ends(*setting.action_order, costs.seconds, sends)
+    return ends(setting.actions, costs.seconds, sends)
 
 
 def _step(costs: ActionCosts, ends: list[CoordinateEnd]) -> float:
@@ -333,9 +333,8 @@ def lower_bound(setting: Setting, hardware: Hardware, curves: Curves | None = No
 
 def _bound(costs: ActionCosts, setting: Setting) -> float:
     layout = costs.layout
-    count = setting.num_microbatches
-    stages_per_rank, schedule = setting.order
-    sizes = layout.pp, count, stages_per_rank
+    schedule, *sizes = setting.actions
+    _, count, stages_per_rank = sizes
     forward = [*map(sum, costs.forward)]
     backward = [*map(sum, costs.backward)]
     both = [*map(add, forward, backward)]
@@ -348,7 +347,7 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
         way = [f + (full - f) / 2 for f, full in zip(forward, both, strict=True)]
         around = forward
         back = 1
-    held = most_in_flight(schedule, *sizes) if sends[-1] else ()
+    held = most_in_flight(setting.actions) if sends[-1] else ()
     reduced = 0.0
     for outer in layout.outer:
         work = count * sum([both[i] for i in layout.coords[outer.coord_class]])

@@ -7,9 +7,7 @@ a pass serve all microbatches, and a stage's gradients are complete as early as 
 from parallel3d.schedule.schedule import Action, Op, Schedule
 
 # One round of all microbatches waits as long as the rounds of `interleaved`.
-from parallel3d.schedule.schedules.interleaved import bubble
-
-__all__ = ["bubble", "invalid", "peak_in_flight", "schedule"]
+from parallel3d.schedule.schedules.interleaved import bubble as bubble
 
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:

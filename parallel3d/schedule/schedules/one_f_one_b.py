@@ -10,9 +10,8 @@ from itertools import chain
 from parallel3d.schedule.schedule import Action, Op, Schedule
 
 # Valid where GPipe is, with the same bubble (arXiv:2104.04473, section 2.2.1).
-from parallel3d.schedule.schedules.gpipe import bubble, invalid
-
-__all__ = ["bubble", "in_turn", "invalid", "peak_in_flight", "schedule"]
+from parallel3d.schedule.schedules.gpipe import bubble as bubble
+from parallel3d.schedule.schedules.gpipe import invalid as invalid
 
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:

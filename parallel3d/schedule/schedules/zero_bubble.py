@@ -7,10 +7,8 @@ its idle end. It holds as much as the first rank of 1F1B, and the bubble is a th
 from parallel3d.schedule.schedule import Action, Op, Schedule
 
 # Valid where GPipe is.
-from parallel3d.schedule.schedules.gpipe import invalid
+from parallel3d.schedule.schedules.gpipe import invalid as invalid
 from parallel3d.schedule.schedules.one_f_one_b import in_turn
-
-__all__ = ["bubble", "invalid", "peak_in_flight", "schedule"]
 
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:

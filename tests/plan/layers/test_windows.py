@@ -3,6 +3,7 @@
 import pytest
 
 from parallel3d.plan.layers.windows import _windows, windows_of
+from parallel3d.plan.setting import ActionOrder
 from parallel3d.schedule.schedules import load, names, why_not
 from parallel3d.schedule.sharding import with_sharding
 from tests.schedule.blocking import most_gathered
@@ -20,7 +21,7 @@ ORDERS = [
 
 
 def windows(name, pp, count, v, weights):
-    return tuple(windows_of(name, pp, count, v, weights, coord) for coord in range(pp))
+    return tuple(windows_of(ActionOrder(name, pp, count, v), weights, coord) for coord in range(pp))
 
 
 @pytest.mark.parametrize("weights", ["per_pass", "per_step"])
@@ -43,7 +44,8 @@ def test_held_windows_agree_with_the_program(weights):
 def test_few_microbatches_predict_many():
     for name, pp, count, v in ORDERS:
         if v > 1:
-            every = tuple(_windows(name, pp, count, v, "per_pass", coord) for coord in range(pp))
+            order = ActionOrder(name, pp, count, v)
+            every = tuple(_windows(order, "per_pass", coord) for coord in range(pp))
             assert windows(name, pp, count, v, "per_pass") == every, (name, pp, count, v)
 
 

@@ -27,7 +27,7 @@ from parallel3d.plan.memory.peak import (
     per_rank,
     saved_bytes,
 )
-from parallel3d.plan.setting import Setting, layers_of
+from parallel3d.plan.setting import ActionOrder, Setting, layers_of
 from parallel3d.schedule.action import Op
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import peak_in_flight
@@ -272,7 +272,8 @@ def test_in_flight_equals_that_of_the_program(name, ranks, microbatches):
                 if why_not(name, pp, m, per_rank_):
                     continue
                 schedule = make_schedule(name, pp, m, per_rank_)
-                counts_of_ranks = [in_flight(name, pp, m, per_rank_, coord) for coord in range(pp)]
+                order = ActionOrder(name, pp, m, per_rank_)
+                counts_of_ranks = [in_flight(order, coord) for coord in range(pp)]
                 assert tuple(max(map(sum, counts)) for counts in counts_of_ranks) == peak_in_flight(
                     schedule
                 )
