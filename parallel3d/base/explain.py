@@ -12,6 +12,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationErr
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, to_jsonable_python
 
+from parallel3d.base.reader import JsonObject
 from parallel3d.base.section import ABSENT, Choice, Problem, Problems, Section
 
 # Rule and remedy for each type of pydantic error; {..} are filled from pydantic's context.
@@ -114,14 +115,12 @@ def problems_in(error: ValidationError, raw: object, root: type[Section]) -> lis
     return [_either(problems) for problems in problems_by_path.values()]
 
 
-def sound_settings(
-    raw: dict[str, object], problems: Sequence[Problem], root: type[Section]
-) -> dict[str, object]:
+def sound_settings(raw: JsonObject, problems: Sequence[Problem], root: type[Section]) -> JsonObject:
     """Return the valid top-level settings of `raw` and of its "parallel3d" block."""
     broken = {".".join(p.path.split(".")[:n]) for p in problems for n in (1, 2)}
     parallel3d_block = _section_of(root.model_fields["parallel3d"].annotation)
     assert parallel3d_block, "the root has a parallel3d block"
-    sound: dict[str, object] = {}
+    sound: JsonObject = {}
     for model, prefix, raw_block in (
         (root, "", raw),
         (parallel3d_block, _OURS, raw.get("parallel3d")),

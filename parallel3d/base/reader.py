@@ -15,6 +15,8 @@ import parallel3d
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import ABSENT
 
+JsonObject = dict[str, object]  # a block of settings as it is read or written
+
 CONFIGS = Path(parallel3d.__file__).parent / "configs"
 
 _STRING = r'"(?:\\.|[^"\\\n])*"'
@@ -42,7 +44,7 @@ def find(name: str) -> Path:
     )
 
 
-def read(path: Path) -> dict[str, object]:
+def read(path: Path) -> JsonObject:
     """Return the object in a config file; raise ConfigError with the line of a syntax error."""
     return parse(text_of(path), str(path))
 
@@ -56,7 +58,7 @@ def text_of(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {why}; use a UTF-8 text file") from None
 
 
-def parse(text: str, source: str = "config") -> dict[str, object]:
+def parse(text: str, source: str = "config") -> JsonObject:
     """Return the JSON object in `text`, which may have comments and trailing commas."""
     value = _load(text, source)
     if not isinstance(value, dict):
@@ -64,7 +66,7 @@ def parse(text: str, source: str = "config") -> dict[str, object]:
     return value
 
 
-def set_values(raw: dict[str, object], values: Iterable[tuple[str, str]]) -> None:
+def set_values(raw: JsonObject, values: Iterable[tuple[str, str]]) -> None:
     """Set values in `raw`, each given as dotted path and text; the last value of a path wins."""
     for path, text in values:
         *sections, key = path.split(".")
@@ -84,21 +86,19 @@ def value_at(raw: object, path: str) -> object:
     return raw
 
 
-def block_at(raw: object, path: str) -> dict[str, object]:
+def block_at(raw: object, path: str) -> JsonObject:
     """Return the block at a dotted path of an object; a new empty one if there is none."""
     return block if isinstance(block := value_at(raw, path), dict) else {}
 
 
-def blocks_at(raw: object, paths: Iterable[str]) -> dict[str, dict[str, object]]:
+def blocks_at(raw: object, paths: Iterable[str]) -> dict[str, JsonObject]:
     """Return the blocks at some dotted paths of an object, by path."""
     return {path: block_at(raw, path) for path in paths}
 
 
-def flat(
-    settings: Mapping[str, object], prefix: str = "", separator: str = "."
-) -> dict[str, object]:
+def flat(settings: Mapping[str, object], prefix: str = "", separator: str = ".") -> JsonObject:
     """Return each value in nested blocks by its path, such as train.steps."""
-    values: dict[str, object] = {}
+    values: JsonObject = {}
     for name, item in settings.items():
         path = f"{prefix}{name}"
         if isinstance(item, Mapping):
@@ -134,7 +134,7 @@ def value(text: str) -> object:
 def _load(text: str, source: str) -> object:
     clean = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
 
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    def unique(pairs: list[tuple[str, object]]) -> JsonObject:
         for key, count in Counter(key for key, _ in pairs).items():
             if count > 1:
                 raise ConfigError(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
-from parallel3d.base.reader import blocks_at, value_at
+from parallel3d.base.reader import JsonObject, blocks_at, value_at
 from parallel3d.base.section import ABSENT
 
 AUTO = "auto"
@@ -22,7 +22,7 @@ class Rule:
     path: str
     words: str
     """The value, as the documentation states it."""
-    value: Callable[[dict[str, object]], object]
+    value: Callable[[JsonObject], object]
     """The value for a file; ABSENT if the setting is removed and derived later."""
     warning: str = ""
     """A warning for the user, if the value is often wrong for pretraining."""
@@ -34,7 +34,7 @@ def _constant(path: str, value: object) -> Rule:
 
 
 def _hidden(path: str, words: str, of_hidden_size: Callable[[int], int]) -> Rule:
-    def value(raw: dict[str, object]) -> object:
+    def value(raw: JsonObject) -> object:
         hidden = value_at(raw, "parallel3d.model.hidden_size")
         return of_hidden_size(hidden) if type(hidden) is int else ABSENT
 
@@ -72,7 +72,7 @@ RULES = (
 )
 
 
-def resolve(raw: dict[str, object]) -> list[str]:
+def resolve(raw: JsonObject) -> list[str]:
     """Replace each "auto" that has a rule, in place; return a note on each, then warnings."""
     notes = []
     warnings = []

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Strict
 
 from parallel3d import models
 from parallel3d.base import user_folders
-from parallel3d.base.reader import block_at
+from parallel3d.base.reader import JsonObject, block_at
 from parallel3d.base.section import PathText
 from parallel3d.model import optimizers
 from parallel3d.schedule import schedules
@@ -22,7 +22,7 @@ _KINDS = {
 }
 
 
-def register(raw: dict[str, object]) -> None:
+def register(raw: JsonObject) -> None:
     """Register the folders that `raw` names; names that are not folders are refused later."""
     run = block_at(raw, "parallel3d.run")
     for name, (package, variable, _) in _KINDS.items():

@@ -9,7 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 from parallel3d.base import reader
-from parallel3d.base.reader import block_at, blocks_at, value_at
+from parallel3d.base.reader import JsonObject, block_at, blocks_at, value_at
 from parallel3d.base.section import ABSENT
 from parallel3d.config import auto, folders, pretrained
 from parallel3d.config.deepspeed import DEFAULT_LR
@@ -26,7 +26,7 @@ _NULLABLE = (
 )
 
 
-def normalise(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
+def normalise(raw: JsonObject) -> tuple[JsonObject, list[str]]:
     """Return a copy of a ds.json's object with settings only, and notes on what was resolved."""
     raw = _without_comments(raw)
     notes = []
@@ -77,13 +77,13 @@ def _without_comments(value: Any) -> Any:
     }
 
 
-def apply_overrides(raw: dict[str, object], overrides: Sequence[str]) -> list[str]:
+def apply_overrides(raw: JsonObject, overrides: Sequence[str]) -> list[str]:
     """Set `--a.b value` pairs in `raw`, in place; return notes on other changes.
 
     A model from `--parallel3d.model.from_pretrained` replaces the one in `raw`, except for the
     settings that a config.json does not fix. Raises ConfigError if settings contradict the model.
     """
-    command_line: dict[str, object] = {}
+    command_line: JsonObject = {}
     values = [(full_path(path), text) for path, text in reader.setting_pairs(overrides)]
     reader.set_values(command_line, values)
     name = value_at(command_line, pretrained.PATH)

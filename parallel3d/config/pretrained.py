@@ -15,6 +15,7 @@ from typing import Any
 from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.hub_access import why_unreachable
+from parallel3d.base.reader import JsonObject
 from parallel3d.base.section import Problem, Problems
 from parallel3d.models import pretrained
 
@@ -38,7 +39,7 @@ _SHARD = re.compile(r"[^/\\\x00-\x1f]{1,240}\.safetensors")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
-def fill(raw: dict[str, object], replaced: Mapping[str, object] | None = None) -> list[str]:
+def fill(raw: JsonObject, replaced: Mapping[str, object] | None = None) -> list[str]:
     """Complete the "model" block of a ds.json in place if it names a folder; return notes.
 
     - `raw`: the object of the ds.json.
@@ -66,7 +67,7 @@ def fill(raw: dict[str, object], replaced: Mapping[str, object] | None = None) -
     return notes
 
 
-def read_config(folder: Path) -> dict[str, object]:
+def read_config(folder: Path) -> JsonObject:
     """Return the object in a folder's config.json; raises ConfigError."""
     path = folder / "config.json"
     if not os.path.isfile(path):
@@ -154,7 +155,7 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{path}: cannot be read: {reason}; make it readable, or download it again")
 
 
-def _locate(name: str) -> tuple[Path, dict[str, object]]:
+def _locate(name: str) -> tuple[Path, JsonObject]:
     """Return the folder of a local path or of a model on the hub, and the record for the config."""
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path):  # False, without an error, for names that no file system allows

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 
 from parallel3d.base import explain, reader
 from parallel3d.base.mesh_sizes import MeshSizes
+from parallel3d.base.reader import JsonObject
 from parallel3d.base.section import Problem, Problems, raise_if_any
 from parallel3d.config import arithmetic, checks
 from parallel3d.config.data import DataConfig
@@ -87,7 +88,7 @@ class RunConfig(RunSettings):
         return config.with_notes(*notes, *config.notes)
 
     @classmethod
-    def from_dict(cls, raw: dict[str, object], source: str = "the config") -> "RunConfig":
+    def from_dict(cls, raw: JsonObject, source: str = "the config") -> "RunConfig":
         """Return the config in `raw`, the object of a ds.json; raises ConfigError.
 
         - `source`: where `raw` comes from, for messages.

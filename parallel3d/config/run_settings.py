@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator
 
 from parallel3d.base.masking import mask_values
+from parallel3d.base.reader import JsonObject
 from parallel3d.base.section import Section, Size
 from parallel3d.config import deepspeed, deepspeed_keys, parallel3d_block
 from parallel3d.config.deepspeed import (
@@ -90,6 +91,6 @@ class RunSettings(Section):
         """Return the config as one JSON object with all defaults; `from_dict` reads it back."""
         return self.model_dump(mode="json")
 
-    def to_public_dict(self) -> dict[str, object]:
+    def to_public_dict(self) -> JsonObject:
         """Return the config as `to_dict` does, with the passwords of URLs masked, to be written."""
         return {key: mask_values(value) for key, value in self.to_dict().items()}

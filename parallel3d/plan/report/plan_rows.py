@@ -9,6 +9,7 @@ from rich.console import Console
 
 from parallel3d.base import reader, terminal
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.reader import JsonObject
 from parallel3d.config import ResolvedConfig, RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE, Hardware
 from parallel3d.model.optimizers import kinds, state_bytes
@@ -89,7 +90,7 @@ def explain(
                 terminal.say(out, f"written to {path}")
 
 
-def to_json(ranking: Ranking, request: Request) -> dict[str, object]:
+def to_json(ranking: Ranking, request: Request) -> JsonObject:
     """Return the JSON of `parallel3d plan --json`: rows that fit, then rows that do not.
 
     Only a model with parameters that some tokens do not use has "num_active_params".

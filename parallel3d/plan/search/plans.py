@@ -7,6 +7,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from parallel3d.base.mesh_sizes import AXES
+from parallel3d.base.reader import JsonObject
 from parallel3d.base.section import Problem
 from parallel3d.config import RunConfig, arithmetic
 from parallel3d.config.hardware import Hardware
@@ -163,7 +164,7 @@ class Plan:
                 flops += again.attention.flops if again.attention else 0
         return flops * self.request.global_batch_size
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> JsonObject:
         """Return the plan's row in `parallel3d plan --json`. Its keys must not change."""
         flops = self.request.flops
         again = flops.full + self.recomputed_flops
@@ -185,7 +186,7 @@ class Plan:
         }
 
 
-def choices_json(setting: Setting, memory: Memory) -> dict[str, object]:
+def choices_json(setting: Setting, memory: Memory) -> JsonObject:
     """Return a setting's choices and the memory of its fullest rank as JSON."""
     flow = setting.flow
     state = setting.state
