@@ -151,17 +151,6 @@ def describe_batches(train: TrainConfig, data: DataConfig) -> str:
     return f"parallel3d.train.batch_schedule: samples per step {', '.join(sizes)}{length}"
 
 
-def check_tokens(max_tokens: int, tokens_per_step: int) -> None:
-    """Raise ConfigError if `max_tokens` tokens are less than one step."""
-    if max_tokens < tokens_per_step:
-        raise Problem(
-            "parallel3d.train.max_tokens",
-            max_tokens,
-            f"is less than one step of {tokens_per_step} tokens",
-            f"use {tokens_per_step} or more, or a smaller batch",
-        ).error()
-
-
 def samples_of_epochs(epochs: float, samples: int, batch: int) -> int:
     """Return the whole samples in `epochs` passes over `samples`.
 

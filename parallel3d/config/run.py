@@ -385,7 +385,14 @@ class ResolvedConfig(RunConfig):
         if max_tokens is None:
             return self
         length = self.data.sequence_length
-        arithmetic.check_tokens(max_tokens, self.batch_size_at(0) * length)
+        tokens_per_step = self.batch_size_at(0) * length
+        if max_tokens < tokens_per_step:
+            raise Problem(
+                "parallel3d.train.max_tokens",
+                max_tokens,
+                f"is less than one step of {tokens_per_step} tokens",
+                f"use {tokens_per_step} or more, or a smaller batch",
+            ).error()
         return self._limited_to(max_tokens // length)
 
     def _with_note_on_batches(self) -> Self:

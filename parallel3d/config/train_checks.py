@@ -226,7 +226,7 @@ def check_batch_schedule(
     if scheduler is not None:
         yield Problem(
             "scheduler",
-            getattr(scheduler, "type", None),
+            scheduler.type,
             f"counts steps, which have several sizes with {path}",
             "use parallel3d.train.lr_schedule, which then counts samples",
         )
@@ -284,14 +284,14 @@ def check_lr_schedule(train: TrainConfig, data: DataConfig) -> Iterator[Problem]
 
 def check_scheduler(scheduler: Any, train: TrainConfig) -> Iterator[Problem]:
     """Check that DeepSpeed's scheduler is the only one, and its warm-up ends with its steps."""
-    params = getattr(scheduler, "params", None)
-    type_name = getattr(scheduler, "type", None)
-    total = getattr(params, "total_num_steps", None)
-    warmup = getattr(params, "warmup_num_steps", 0)
-    if scheduler is not None and train.lr_schedule != LrScheduleConfig():
+    if scheduler is None:
+        return
+    warmup = scheduler.params.warmup_num_steps
+    total = getattr(scheduler.params, "total_num_steps", None)
+    if train.lr_schedule != LrScheduleConfig():
         yield Problem(
             "scheduler",
-            type_name,
+            scheduler.type,
             "conflicts with parallel3d.train.lr_schedule: both set the learning rate",
             "remove one of them",
         )

@@ -11,26 +11,13 @@ from itertools import accumulate, chain, pairwise
 from typing import NoReturn
 
 from parallel3d.base.errors import ScheduleError
-from parallel3d.schedule.action import Action, Cost, Op, Span, Spans, unit_cost
+from parallel3d.schedule.action import Action as Action
+from parallel3d.schedule.action import Cost
+from parallel3d.schedule.action import Op as Op
+from parallel3d.schedule.action import Span as Span
+from parallel3d.schedule.action import Spans as Spans
+from parallel3d.schedule.action import unit_cost as unit_cost
 from parallel3d.schedule.sharding import SHARDING, Weights, gathers, with_sharding
-
-__all__ = [
-    "Action",
-    "Op",
-    "Schedule",
-    "Span",
-    "Spans",
-    "add_communication",
-    "add_sharding",
-    "bubble",
-    "idle_fraction",
-    "needs",
-    "peak_in_flight",
-    "sequence",
-    "simulate",
-    "unit_cost",
-    "validate",
-]
 
 
 @dataclass(frozen=True)
