@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     Strict,
     ValidationInfo,
     model_validator,
@@ -138,10 +139,15 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 # DeepSpeed's documentation writes sizes as 5e8, which JSON reads as a float.
 Size = Annotated[int, BeforeValidator(_whole)]
+Item = TypeVar("Item")
 # A JSON list, frozen; the items stay strict.
-Strings = Annotated[tuple[str, ...], Strict(False)]
+Items = Annotated[tuple[Item, ...], Strict(False)]
+Strings = Items[str]
 
 
 def _path_text(text: str) -> str:

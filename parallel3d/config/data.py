@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from pydantic_core import to_jsonable_python
 
-from parallel3d.base.section import ABSENT, PathText, Problem, Section, Size
+from parallel3d.base.section import (
+    ABSENT,
+    Items,
+    Natural,
+    PathText,
+    Positive,
+    Problem,
+    Section,
+    Share,
+    Size,
+)
 
 # Files of token ids written by other programs: Megatron-LM, datatrove, flat arrays.
 ID_SOURCES = ("megatron", "datatrove", "tokens")
@@ -70,7 +80,7 @@ _Weight = Annotated[float, Field(gt=0)]
 # Weights from a number of tokens on: [[0, 0.7], ["10B tokens", 0.3]].
 _Start = Annotated[int, BeforeValidator(num_tokens)]
 _Change = Annotated[tuple[_Start, _Weight], Strict(False)]
-Weights = Annotated[tuple[_Change, ...], Strict(False), AfterValidator(_check_starts)]
+Weights = Annotated[Items[_Change], AfterValidator(_check_starts)]
 
 
 def weight_changes(part: object) -> tuple[tuple[int, float], ...]:
@@ -149,9 +159,9 @@ class PartConfig(SourceConfig):
 class FimConfig(Section):
     """Fill-in-the-middle: documents with the middle moved to the end."""
 
-    rate: float = Field(default=0.5, ge=0, le=1)
+    rate: Share = 0.5
     """Share of the documents that are rearranged."""
-    spm_rate: float = Field(default=0.5, ge=0, le=1)
+    spm_rate: Share = 0.5
     """Share of these with the suffix first (SPM); the others have the prefix first (PSM)."""
     by: Literal["document", "fragment"] = "document"
     """"document": only documents that are whole in their sample; "fragment": also the parts of
@@ -177,7 +187,7 @@ class DataConfig(SourceConfig):
     end_of_text_id: int | None = Field(default=None, ge=0)
     """For token ids: the id that ends a document. null uses the tokenizer's; another id than the
     tokenizer's is an error."""
-    mixture: Annotated[tuple[PartConfig, ...], Strict(False)] = ()
+    mixture: Items[PartConfig] = ()
     """For source "mixture": [{"source": ..., "paths": ..., "weight": 0.7}, ...]. Each part takes
     the keys of its source, and a weight."""
     tokenizer: str = Field(default="train", min_length=1)
@@ -217,17 +227,17 @@ class DataConfig(SourceConfig):
     """Handling of unusable input (not UTF-8, not JSON, null, an unreadable file): "stop" the
     preparation and report all problems of the first files; or "skip" it, count it by reason and
     list the first 20. Documents without text are always skipped and counted."""
-    max_skipped: float = Field(default=0.1, ge=0, le=1)
+    max_skipped: Share = 0.1
     """Maximum fraction of a source's documents that on_error "skip" may skip."""
-    workers: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    workers: Positive | Literal["auto"] = "auto"
     """Tokenizer processes. 1 uses the calling process with one thread per core; "auto" picks the
     faster."""
-    read_ahead: int = Field(default=2, ge=0)
+    read_ahead: Natural = 2
     """Steps whose samples a thread reads in advance; 0 reads each step's samples when it begins."""
     stream_cache_bytes: Size = Field(default=100 * 2**30, gt=0)
     """Maximum bytes of streamed shards that a node keeps in `cache`; the least recently used shards
     are removed first. Two windows of shards must fit, or all shards."""
-    stream_window: Annotated[int, Field(gt=0)] | Literal["all"] = 16
+    stream_window: Positive | Literal["all"] = 16
     """Shards of a stream whose samples are shuffled together. "all" (or as many) is the order that
     the same corpus has without `stream`."""
     cache: PathText = Field(default="auto", min_length=1)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import Choice, PathText, Section, Size
+from parallel3d.base.section import Choice, Natural, PathText, Positive, Section, Size
 from parallel3d.model import optimizers
 
 # Shown in the message where the block is missing, so that it can be pasted.
@@ -94,9 +94,9 @@ class Fp16Config(Section):
     """Fixed loss scale; 0 selects dynamic scaling."""
     initial_scale_power: int = Field(default=16, ge=0, le=32)
     """Dynamic scaling starts at 2 to this power."""
-    loss_scale_window: int = Field(default=1000, gt=0)
+    loss_scale_window: Positive = 1000
     """Steps without overflow before the scale is doubled."""
-    hysteresis: int = Field(default=2, gt=0)
+    hysteresis: Positive = 2
     """Overflows tolerated before the scale is halved."""
     consecutive_hysteresis: bool = False
     """Reset the hysteresis after every step without overflow."""
@@ -132,7 +132,7 @@ class OffloadParamConfig(Section):
     """Folder on the NVMe drive of each node; required by device "nvme"."""
     pin_memory: bool = True
     """Use page-locked host memory, so that copies overlap with compute."""
-    buffer_count: int = Field(default=5, ge=0)
+    buffer_count: Natural = 5
     """Number of buffers for NVMe."""
     buffer_size: Size = Field(default=100_000_000, ge=0)
     """Elements per NVMe buffer; must hold the largest parameter's shard."""
@@ -146,9 +146,9 @@ class AioConfig(Section):
 
     block_size: Size = Field(default=2**20, gt=0)
     """Bytes per request."""
-    queue_depth: int = Field(default=8, gt=0)
+    queue_depth: Positive = 8
     """Requests in flight at once."""
-    intra_op_parallelism: int = Field(default=1, gt=0)
+    intra_op_parallelism: Positive = 1
     """Threads that share one read or write."""
     single_submit: bool = False
     """Submit requests one by one instead of in batches."""

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Strict
+from pydantic import AfterValidator
 
 from parallel3d import models
 from parallel3d.base import user_folders
 from parallel3d.base.reader import JsonObject, block_at
-from parallel3d.base.section import PathText
+from parallel3d.base.section import Items, PathText
 from parallel3d.model import optimizers
 from parallel3d.schedule import schedules
 
@@ -48,12 +48,6 @@ def _folder_of(name: str) -> Callable[[str], str]:
     return check
 
 
-ModelFolders = Annotated[
-    tuple[Annotated[PathText, AfterValidator(_folder_of("model_folders"))], ...], Strict(False)
-]
-ScheduleFolders = Annotated[
-    tuple[Annotated[PathText, AfterValidator(_folder_of("schedule_folders"))], ...], Strict(False)
-]
-OptimizerFolders = Annotated[
-    tuple[Annotated[PathText, AfterValidator(_folder_of("optimizer_folders"))], ...], Strict(False)
-]
+ModelFolders = Items[Annotated[PathText, AfterValidator(_folder_of("model_folders"))]]
+ScheduleFolders = Items[Annotated[PathText, AfterValidator(_folder_of("schedule_folders"))]]
+OptimizerFolders = Items[Annotated[PathText, AfterValidator(_folder_of("optimizer_folders"))]]

@@ -162,13 +162,25 @@ class Hardware(Section):
         figure = self.peak_flops.get(dtype)
         return figure.value if figure else None
 
-    def slowdown(self, kind: str, devices: int) -> float:
-        """Return the factor on the time of a kind of work if `devices` processes share the cores.
+    def sharing(self, devices: int) -> int:
+        """Return how many devices of a mesh share a node: equally many on each, over half a node.
 
-        The figures are for `cores.count` processes: fewer have more threads each, more take turns.
+        - `devices`: of the mesh.
+        """
+        node = int(self.devices_per_node.value) if self.devices_per_node else devices
+        if devices <= node:
+            return devices
+        return next((n for n in range(node, node // 2, -1) if devices % n == 0), node)
+
+    def slowdown(self, kind: str, devices: int) -> float:
+        """Return the factor on the time of a kind of work on a mesh of `devices` processes.
+
+        Those of a node share its cores. The figures are for `cores.count` processes: fewer have
+        more threads each, more take turns.
         """
         if self.cores is None:
             return 1.0
+        devices = self.sharing(devices)
         count = self.cores.count.value
         alone = self.cores.alone.get(kind)
         if devices >= count or alone is None:

@@ -4,11 +4,11 @@ DeepSpeed does not see these blocks: train/trackers.py and train/profiler.py imp
 parallel3d's own figures.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, Strict
+from pydantic import Field
 
-from parallel3d.base.section import PathText, Section, Strings
+from parallel3d.base.section import Items, Natural, PathText, Positive, Section, Strings
 
 # Blocks that have no effect unless `enabled` is true.
 SWITCHED = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger")
@@ -24,7 +24,7 @@ Tracker = Literal[
     "swanlab",
     "trackio",
 ]
-Trackers = Annotated[tuple[Tracker, ...], Strict(False)]
+Trackers = Items[Tracker]
 
 
 class Switched(Section):
@@ -64,7 +64,7 @@ class WandbConfig(Switched):
 class CometConfig(Switched):
     """Comet; null leaves a setting to Comet's own configuration and environment."""
 
-    samples_log_interval: int = Field(default=100, ge=0)
+    samples_log_interval: Natural = 100
     """Samples between two values of a metric."""
     project: str | None = None
     """Project of the experiment."""
@@ -85,7 +85,7 @@ class CometConfig(Switched):
 class FlopsProfilerConfig(Switched):
     """A line with the FLOPs of one step: parallel3d's own count, as used for MFU."""
 
-    profile_step: int = Field(default=1, gt=0)
+    profile_step: Positive = 1
     """Step after which the line is printed, counted from 1."""
 
 

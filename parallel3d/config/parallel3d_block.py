@@ -15,7 +15,7 @@ from pydantic import (
 
 from parallel3d import models
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.base.section import Choice, PathText, Section
+from parallel3d.base.section import Choice, Items, Natural, PathText, Positive, Section, Share
 from parallel3d.config import hardware
 from parallel3d.config.data import DataConfig, num_tokens
 from parallel3d.config.folders import ModelFolders, OptimizerFolders, ScheduleFolders
@@ -25,7 +25,6 @@ from parallel3d.model.recompute import Recompute
 from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
 
-Positive = Annotated[int, Field(gt=0)]
 # A config and its JSON have the text of the value.
 Recomputation = Annotated[
     Recompute, PlainValidator(recompute.parse), PlainSerializer(str, return_type=str)
@@ -109,9 +108,7 @@ class MeshConfig(Section):
     sequence_parallel: bool = False
     """Shard the activations outside attention and MLP over tp, along the sequence
     (arXiv:2205.05198)."""
-    fallbacks: Annotated[
-        tuple[Annotated[str, AfterValidator(_known_sizes)], ...], Strict(False)
-    ] = ()
+    fallbacks: Items[Annotated[str, AfterValidator(_known_sizes)]] = ()
     """Meshes for other numbers of processes, such as ["2x2x1", "1x2x1"] (pp x dp x tp, or pp x dp x
     cp x tp): if torchrun starts a run with fewer or more hosts, it goes on with the first that has
     as many ranks, the same micro batch and the same batch (docs/several-nodes.md). dp must be a
@@ -173,7 +170,7 @@ class PipelineConfig(Section):
 class PlanConfig(Section):
     """Limits for the planner with mesh "plan", and its assumptions."""
 
-    fix: Annotated[tuple[Fixable, ...], Strict(False)] = ()
+    fix: Items[Fixable] = ()
     """Settings that the planner must not change. It chooses the rest: mesh, micro batch, schedule
     (with stages_per_rank), gradient_reduction, weights, activation_checkpointing ("recompute"),
     ZeRO stage, offload and sequence parallelism."""
@@ -193,17 +190,17 @@ class LrScheduleConfig(Section):
     type: Literal["constant", "cosine", "linear", "wsd"] = "constant"
     """Shape after the warm-up: "constant"; or decay to min_ratio at the last step by half a cosine,
     linearly, or ("wsd": warm-up, stable, decay) as 1 - sqrt over the last decay_steps."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Natural = 0
     """Steps of linear warm-up. In a shorter run the warm-up is cut to the run's length (or to the
     start of the decay), with a note. With train.batch_schedule: steps of the first batch."""
-    min_ratio: float = Field(default=0.1, ge=0, le=1)
+    min_ratio: Share = 0.1
     """Final learning rate of "cosine", "linear" and "wsd", as a fraction of the peak."""
     decay_steps: int | None = Field(default=None, gt=0)
     """Steps over which "wsd" decays; null means a fifth of the run. With train.batch_schedule:
     steps of the first batch."""
 
 
-Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False), Field(min_length=1)]
+Ranks = Annotated[Items[Natural], Field(min_length=1)]
 
 
 class ProfileConfig(Section):
@@ -211,7 +208,7 @@ class ProfileConfig(Section):
 
     start: int = Field(ge=0)
     """First step to profile, counted from 0."""
-    steps: int = Field(default=1, gt=0)
+    steps: Positive = 1
     """Number of steps to profile."""
     ranks: Literal["auto", "all"] | Ranks = "auto"
     """Ranks that are profiled: a list of ranks, "all", or "auto" for one of each pipeline and
@@ -221,13 +218,13 @@ class ProfileConfig(Section):
 class CheckBitsConfig(Section):
     """When to compare the bits of what several ranks hold."""
 
-    every: int = Field(default=0, ge=0)
+    every: Natural = 0
     """Steps between comparisons; 0 compares nothing. Data-parallel replicas (the weights, at ZeRO-0
     also masters and moments), parameters that tp does not cut, tied weights and the gradient norm
     must be the same, and messages between stages must arrive as they were sent; else the run stops
     and names the ranks. On GPUs also set train.deterministic, without which tensor-parallel copies
     may round unlike."""
-    recompute_every: int = Field(default=0, ge=0)
+    recompute_every: Natural = 0
     """Steps between recomputations; 0 computes nothing again. One microbatch of each rank is
     computed again on another rank, from the masters' weights, and compared bit for bit (on GPUs
     only with train.deterministic, else within what rounding explains). It names the wrong rank,
@@ -263,7 +260,7 @@ class TrainConfig(Section):
     """Seed of initial weights, dropout and the order of samples."""
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     """Learning-rate schedule."""
-    batch_schedule: Annotated[tuple[_Batch, ...], Strict(False)] = ()
+    batch_schedule: Items[_Batch] = ()
     """Samples per step that change during the run: [[0, 64], ["2M tokens", 128]] starts with 64 and
     takes 128 from the first step that begins after 2 million tokens. A position is a number of
     samples, or text with a number of tokens (samples x sequence_length). The micro batch stays and
@@ -272,12 +269,12 @@ class TrainConfig(Section):
     batch_lr: Literal["none", "sqrt", "linear"] = "none"
     """Factor on the learning rate with batch_schedule, by a step's batch relative to the first one:
     1, its square root, or the ratio itself."""
-    evaluate_every: int = Field(default=0, ge=0)
+    evaluate_every: Natural = 0
     """Steps between evaluations on held-out text; 0 evaluates only after the last step."""
-    noise_scale_every: int = Field(default=0, ge=0)
+    noise_scale_every: Natural = 0
     """Steps between measurements of the gradient noise scale (`gradient_noise` in metrics.jsonl);
     0 measures nothing. Needs dp of 2 or more, and gradients that are reduced once per step."""
-    evaluate_samples: int = Field(default=64, gt=0)
+    evaluate_samples: Positive = 64
     """Held-out samples per evaluation."""
     stop_after: Positive | None = None
     """Save and stop after this step. The learning-rate schedule still spans the full run."""
@@ -291,14 +288,14 @@ class TrainConfig(Section):
     trained steps. The first 16 steps cannot spike."""
     spike_score: float = Field(default=8.0, gt=0)
     """Robust standard deviations above the median that make a spike."""
-    max_skips: int = Field(default=10, gt=0)
+    max_skips: Positive = 10
     """Most batches that may be skipped and rewound in a run; one more bad batch stops it."""
     check_bits: CheckBitsConfig = CheckBitsConfig()
     """Comparison of what several ranks hold."""
-    digest_every: int = Field(default=0, ge=0)
+    digest_every: Natural = 0
     """Steps between digests of the training state, in digests.jsonl; 0 writes none. `parallel3d
     runs diff` compares those of two runs, which may have different meshes."""
-    timeout_seconds: int = Field(default=300, ge=0)
+    timeout_seconds: Natural = 300
     """Seconds that a rank waits for another, after the first step, before the run fails and names
     that rank. 0 disables the timeout (useful with a debugger). Dead or stopped ranks still end the
     run."""
@@ -335,19 +332,19 @@ def _resume_point(value: object) -> object:
 class CheckpointConfig(Section):
     """When to save the training state, and what to resume from."""
 
-    every: int = Field(default=200, ge=0)
+    every: Natural = 200
     """Steps between checkpoints. The last step, and the step at which a run is stopped, are always
     saved; 0 saves only those."""
     keep: int = Field(default=2, ge=2)
     """Number of newest checkpoints to keep; an older one is deleted after the newer ones are
     verified."""
-    at: Annotated[tuple[Positive, ...], Strict(False)] = ()
+    at: Items[Positive] = ()
     """More steps to save after. These checkpoints are never deleted; other runs can start from them
     (checkpoint.resume)."""
     asynchronous: bool = True
     """Copy the state to host memory and write it while training continues; false makes training
     wait."""
-    in_memory_every: int = Field(default=0, ge=0)
+    in_memory_every: Natural = 0
     """Steps between copies of the state in the memory of each rank's host and of the next host,
     from which a run goes on after the loss of a process or a host; 0 keeps none. Two steps are
     kept, each of 12 bytes per parameter over all ranks; with several hosts, 24."""

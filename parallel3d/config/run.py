@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from parallel3d.base import explain, reader
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.reader import JsonObject
-from parallel3d.base.section import Problem, Problems, raise_if_any
+from parallel3d.base.section import Positive, Problem, Problems, raise_if_any
 from parallel3d.config import arithmetic, checks
 from parallel3d.config.data import DataConfig
 from parallel3d.config.normalise import apply_overrides, normalise
@@ -20,7 +20,6 @@ from parallel3d.config.parallel3d_block import (
     MeshConfig,
     OutputConfig,
     PipelineConfig,
-    Positive,
     TrainConfig,
 )
 from parallel3d.config.run_settings import RunSettings

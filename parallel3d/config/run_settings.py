@@ -7,7 +7,7 @@ from pydantic import Field, PlainValidator
 
 from parallel3d.base.masking import mask_values
 from parallel3d.base.reader import JsonObject
-from parallel3d.base.section import Section, Size
+from parallel3d.base.section import Positive, Section, Size
 from parallel3d.config import deepspeed, deepspeed_keys, parallel3d_block
 from parallel3d.config.deepspeed import (
     AioConfig,
@@ -26,7 +26,6 @@ from parallel3d.config.monitors import (
 )
 from parallel3d.config.parallel3d_block import (
     Parallel3DConfig,
-    Positive,
 )
 from parallel3d.config.scheduler import SCHEDULER
 

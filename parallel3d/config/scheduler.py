@@ -11,11 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from parallel3d.base.section import Choice, Section
+from parallel3d.base.section import Choice, Positive, Section, Share
 
-Steps = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(ge=0)]
-Ratio = Annotated[float, Field(ge=0, le=1)]
 # Fields of this name hold the length of the run, which is not known when the file is read.
 TOTAL_STEPS = "total_num_steps"
 
@@ -23,7 +21,7 @@ TOTAL_STEPS = "total_num_steps"
 class Warmup(Section):
     """The warm-up that three schedules share."""
 
-    warmup_num_steps: Steps = 1000
+    warmup_num_steps: Positive = 1000
     """Steps of the warm-up; as in DeepSpeed, at least 2."""
     warmup_type: Literal["log", "linear"] = "log"
     """Warm up with the logarithm of the step, or linearly."""
@@ -70,7 +68,7 @@ class WarmupDecayLRParams(WarmupLRParams):
 
     warmup_max_lr: Rate | None = 0.001
     """Learning rate at the end of the warm-up; null means optimizer.params.lr."""
-    total_num_steps: Steps | Literal["auto"]
+    total_num_steps: Positive | Literal["auto"]
     """Step at which the decay ends; "auto" means the last step of the run."""
 
     def _after(self, step: int) -> float:
@@ -81,11 +79,11 @@ class WarmupDecayLRParams(WarmupLRParams):
 class WarmupCosineLRParams(Warmup):
     """Fractions of optimizer.params.lr: warm-up to 1, then half a cosine."""
 
-    total_num_steps: Steps | Literal["auto"]
+    total_num_steps: Positive | Literal["auto"]
     """Step at which the decay ends; "auto" means the last step of the run."""
-    warmup_min_ratio: Ratio = 0.0
+    warmup_min_ratio: Share = 0.0
     """Fraction of optimizer.params.lr at which the warm-up starts."""
-    cos_min_ratio: Ratio = 0.0001
+    cos_min_ratio: Share = 0.0001
     """Fraction of optimizer.params.lr at which the cosine ends."""
 
     def rate(self, lr: float, step: int) -> float:

@@ -26,7 +26,6 @@ from parallel3d.plan.search.candidates import setting_of
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import all_fit, evaluate, room_of, with_fewest_in_full, worst
 from parallel3d.plan.setting import PLAIN, Choices, Flow, Order, Setting, ZeroState
-from parallel3d.plan.time.network import sharing
 from parallel3d.plan.time.operators import curves_for
 from parallel3d.plan.time.step import costs_of, lower_bound, step_time
 
@@ -66,7 +65,7 @@ def search(request: Request, rows: int = 20, per_mesh: int | None = None) -> Ran
     candidates.check_fixed(request.fixed)
     candidates.refuse_empty(request)
     all_meshes = tuple(candidates.meshes(request))
-    node = sharing(request.devices, request.hardware)
+    node = request.hardware.sharing(request.devices)
     # Its objects have no cycles, and Python would look for some in two fifths of the time.
     collects = gc.isenabled()
     gc.disable()

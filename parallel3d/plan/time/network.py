@@ -26,7 +26,7 @@ def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> RankG
 
     If groups are spread unevenly over nodes, the one with the fewest members per node counts.
     """
-    node = sharing(devices, hardware)
+    node = hardware.sharing(devices)
     if ranks == 1 or devices == node or node % (ranks * stride) == 0:
         return RankGroup(ranks, ranks)
     return RankGroup(ranks, 1 if node % stride else gcd(ranks, node // stride))
@@ -34,20 +34,12 @@ def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> RankG
 
 def crosses(stride: int, here: int, there: int, devices: int, hardware: Hardware) -> bool:
     """Return True if any message between two coordinates of `stride` devices leaves its node."""
-    node = sharing(devices, hardware)
+    node = hardware.sharing(devices)
     if devices == node:
         return False
     first = here * stride
     other = there * stride
     return any((first + i) // node != (other + i) // node for i in range(min(stride, node)))
-
-
-def sharing(devices: int, hardware: Hardware) -> int:
-    """Return how many devices of a mesh share a node: equally many on each, over half a node."""
-    node = int(hardware.devices_per_node.value) if hardware.devices_per_node else None
-    if node is None or devices <= node:
-        return devices
-    return next((n for n in range(node, node // 2, -1) if devices % n == 0), node)
 
 
 def collective_seconds(

@@ -271,7 +271,7 @@ def work_seconds(
     devices: int = 1,
     backward: bool = False,
 ) -> WorkSeconds:
-    """Return the seconds of a Work or of its backward; `devices` of them share the machine."""
+    """Return the seconds of a Work or of its backward, on one of a mesh of `devices`."""
     products: tuple[MatMul, ...] = work.matmuls
     if backward:
         products = tuple(p for product in products for p in backward_products(product))

@@ -14,7 +14,6 @@ from parallel3d.plan.time.network import (
     collective_seconds,
     group_of,
     send_seconds,
-    sharing,
 )
 from parallel3d.plan.time.operators import Machine, work_seconds
 from parallel3d.plan.time.sharding import to_host_seconds
@@ -94,7 +93,7 @@ def _layers(
 ) -> Passes:
     """Return the passes of each kind of layer."""
     overhead = machine.curves.overhead_per_layer
-    overhead *= machine.hardware.slowdown("overhead", sharing(devices, machine.hardware))
+    overhead *= machine.hardware.slowdown("overhead", devices)
     on_host = own.workload.offload_activations and machine.hardware.cores is None
     both = []
     for kind in range(len(model.kinds)):
@@ -183,9 +182,8 @@ def _priced(
     hardware = machine.hardware
     curves = machine.curves
     software = machine.software
-    shared = sharing(devices, hardware)
     precision = own.workload.precision
-    seconds = work_seconds(work, precision, hardware, curves, software, shared, backward)
+    seconds = work_seconds(work, precision, hardware, curves, software, devices, backward)
     group = group_of(own.tp, 1, devices, hardware)
     size = own.bytes_per_element
     tensor = sum(

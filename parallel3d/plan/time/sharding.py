@@ -24,7 +24,7 @@ from parallel3d.plan.layers.weight_counts import (
 )
 from parallel3d.plan.layers.windows import windows_of
 from parallel3d.plan.setting import Device, Setting, Workload, ZeroState
-from parallel3d.plan.time.network import Kind, RankGroup, collective_seconds, group_of, sharing
+from parallel3d.plan.time.network import Kind, RankGroup, collective_seconds, group_of
 from parallel3d.plan.time.operators import Machine, bandwidth_of, matmul_flops, refuse
 
 _FP32_SHARE = 1 / 16
@@ -342,13 +342,12 @@ def _coord(
     if partials:
         group = group_of(tp, 1, num_devices, hardware)
         tensor = weights.collective("all_reduce", partials * software.gradient_bytes, group)
-    devices = sharing(num_devices, hardware)
     if (elements := tied_elsewhere(model, held, tp)) > 0:
-        in_one_node = devices == num_devices
+        in_one_node = hardware.sharing(num_devices) == num_devices
         pair = RankGroup(2, 2 if in_one_node else 1)
         tied = weights.collective("all_reduce", elements * software.gradient_bytes, pair)
     optimizer = sizes.num_params * curves.overhead_per_param
-    optimizer *= hardware.slowdown("overhead", devices)
+    optimizer *= hardware.slowdown("overhead", num_devices)
     offload = 0.0
     if state.reduces_once:  # all gradients are read, and written to one buffer
         flat = 2 * sizes.params * software.gradient_bytes
@@ -357,7 +356,7 @@ def _coord(
     if state.offload_optimizer == "none":
         if hardware.adam_params:
             update = own * _relative_to_adam(file) / hardware.adam_params.value
-            update *= hardware.slowdown("traffic", devices)
+            update *= hardware.slowdown("traffic", num_devices)
         else:
             # Besides the state, the gradient is read twice (for its norm) and the weight written.
             module = optimizers.load(file)
@@ -371,7 +370,7 @@ def _coord(
         update, offload = update_seconds(
             own, state.offload_optimizer, gradients + own * size, machine, file
         )
-        optimizer += update * hardware.slowdown("traffic", devices)
+        optimizer += update * hardware.slowdown("traffic", num_devices)
     optimizer += matrix_work(model, held, sharding, machine).seconds
     once = before, fetch, reduce, tensor, tied, after, optimizer, offload
     return OncePerStep(*once, program, later, least)
@@ -379,7 +378,7 @@ def _coord(
 
 def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float) -> float:
     """Return the seconds to read or write `num_bytes` of device memory."""
-    slowdown = machine.hardware.slowdown("traffic", sharing(sharding.mesh.ranks, machine.hardware))
+    slowdown = machine.hardware.slowdown("traffic", sharding.mesh.ranks)
     return num_bytes / (bandwidth_of(machine.hardware) * share) * slowdown
 
 

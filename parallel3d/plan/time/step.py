@@ -20,7 +20,6 @@ from parallel3d.plan.time.network import (
     crosses,
     group_of,
     send_seconds,
-    sharing,
 )
 from parallel3d.plan.time.operators import Curves, Machine, curves_for, machine_of
 from parallel3d.plan.time.passes import PassSeconds, stage_passes
@@ -95,7 +94,7 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
     """Return the seconds of all work of a step; ConfigError if the hardware lacks a figure."""
     machine = machine_of(hardware, setting.workload.software, curves)
     layout = stage_classes_of(setting)
-    slowdown = hardware.slowdown("overhead", sharing(setting.mesh.ranks, hardware))
+    slowdown = hardware.slowdown("overhead", setting.mesh.ranks)
     by_stage, by_coord = transfers_of(layout, Sharding.of(setting), machine)
     forward = []
     backward = []
