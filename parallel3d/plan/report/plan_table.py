@@ -22,7 +22,7 @@ from parallel3d.plan.time.operators import OFF_TILES, TILE_BYTES, curves_for, fi
 from parallel3d.plan.time.sharding import slowest_matrix_work
 from parallel3d.plan.time.step import TIMES
 
-FilledColumn = tuple[Column, Sequence[Cell]]  # a column and its cells, one per row
+Row = dict[Column, Cell]  # the cell of each column
 
 
 def show(ranking: Ranking, request: Request, out: Console) -> None:
@@ -119,68 +119,54 @@ def _say_off_tiles(request: Request, out: Console) -> None:
 
 def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -> None:
     # On a narrow terminal a row takes two lines: the plan's mesh, memory and speed come first.
-    settings = [plan.setting for plan in plans]
-    flops = request.flops.full
     room = request.hardware.memory_bytes.value
-    axes = AXES if any(s.mesh.cp > 1 for s in settings) else WITHOUT_CP
-    meshes = []
-    for s in settings:
-        mesh = "×".join(str(getattr(s.mesh, axis)) for axis in axes)
-        if s.flow.ep > 1:
-            mesh += f" ep {s.flow.ep}"
-        if s.flow.sequence_parallel:
+    axes = AXES if any(plan.setting.mesh.cp > 1 for plan in plans) else WITHOUT_CP
+    any_gathers = any(plan.setting.state.zero_stage == 3 for plan in plans)
+    any_offloads = any(plan.offload != "none" for plan in plans)
+    rows = []
+    for number, plan in enumerate(plans, first):
+        flow, (stages_per_rank, schedule), state = plan.setting.choices
+        mesh = "×".join(str(getattr(flow.mesh, axis)) for axis in axes)
+        if flow.ep > 1:
+            mesh += f" ep {flow.ep}"
+        if flow.sequence_parallel:
             mesh += " sp"
-        meshes.append(mesh)
-    states = [s.state for s in settings]
-    reduces = ["" if s.reduces_once or s.zero_stage == 2 else " each" for s in states]
-    columns: list[FilledColumn] = [
-        (Column("#"), [str(number) for number, _ in enumerate(plans, first)]),
-        (Column("×".join(axes), right=False), meshes),
-        (
-            Column("ZeRO", right=False, line=1),
-            [f"{s.zero_stage}{each}" for s, each in zip(states, reduces, strict=True)],
-        ),
-    ]
-    if any(s.zero_stage == 3 for s in states):
-        gathered = [s.weights.removeprefix("per_") if s.zero_stage == 3 else "–" for s in states]
-        columns.append((Column("weights", right=False, line=1), gathered))
-    if any(plan.offload != "none" for plan in plans):
-        offloads = [plan.offload for plan in plans]
-        columns.append((Column("offload", right=False, line=1), offloads))
-    rates = [plan.per_device(flops) for plan in plans]
-    shares = [plan.mfu(flops) for plan in plans]
-    columns += [
-        (
-            Column("micro×M", line=1),
-            [f"{s.flow.micro_batch}×{s.num_microbatches}" for s in settings],
-        ),
-        (
-            Column("schedule", right=False, line=1),
-            [
-                name + (f" ×{stages_per_rank}" if stages_per_rank > 1 else "")
-                for stages_per_rank, name in (s.order for s in settings)
-            ],
-        ),
-        (
-            Column("recompute", right=False, line=1),
-            ["–" if s.flow.recompute == NONE else str(s.flow.recompute) for s in settings],
-        ),
-        (Column("GiB"), [gib(plan.memory.total) for plan in plans]),
-        (Column("of device"), [f"{100 * plan.memory.total / room:.0f} %" for plan in plans]),
-        (Column("s/step"), [three(plan.time.seconds) for plan in plans]),
-        (Column("bubble", line=1), [f"{100 * plan.time.bubble:.1f} %" for plan in plans]),
-        (Column("tokens/s"), [count(plan.tokens_per_second) for plan in plans]),
-        (Column("TFLOP/s"), [f"{rate / 1e12:.{0 if rate >= 1e13 else 2}f}" for rate in rates]),
-        (Column("MFU"), ["–" if mfu is None else f"{100 * mfu:.0f} %" for mfu in shares]),
-    ]
-    if request.num_tokens is not None:
-        columns.append((Column("days"), [three(plan.days or 0) for plan in plans]))
-    _print_columns(columns, "bold" if first == 1 else "", out)
+        each = "" if state.reduces_once or state.zero_stage == 2 else " each"
+        row: Row = {
+            Column("#"): str(number),
+            Column("×".join(axes), right=False): mesh,
+            Column("ZeRO", right=False, line=1): f"{state.zero_stage}{each}",
+        }
+        if any_gathers:
+            weights = state.weights.removeprefix("per_") if state.zero_stage == 3 else "–"
+            row[Column("weights", right=False, line=1)] = weights
+        if any_offloads:
+            row[Column("offload", right=False, line=1)] = plan.offload
+        several = f" ×{stages_per_rank}" if stages_per_rank > 1 else ""
+        rate = plan.per_device(request.flops.full)
+        mfu = plan.mfu(request.flops.full)
+        row |= {
+            Column("micro×M", line=1): f"{flow.micro_batch}×{plan.setting.num_microbatches}",
+            Column("schedule", right=False, line=1): schedule + several,
+            Column("recompute", right=False, line=1): (
+                "–" if flow.recompute == NONE else str(flow.recompute)
+            ),
+            Column("GiB"): gib(plan.memory.total),
+            Column("of device"): f"{100 * plan.memory.total / room:.0f} %",
+            Column("s/step"): three(plan.time.seconds),
+            Column("bubble", line=1): f"{100 * plan.time.bubble:.1f} %",
+            Column("tokens/s"): count(plan.tokens_per_second),
+            Column("TFLOP/s"): f"{rate / 1e12:.{0 if rate >= 1e13 else 2}f}",
+            Column("MFU"): "–" if mfu is None else f"{100 * mfu:.0f} %",
+        }
+        if plan.days is not None:
+            row[Column("days")] = three(plan.days)
+        rows.append(row)
+    _print_rows(rows, "bold" if first == 1 else "", out)
 
 
-def _print_columns(columns: Sequence[FilledColumn], first: str, out: Console) -> None:
-    heads, cells = zip(*columns, strict=True)
-    terminal.show(out, heads, zip(*cells, strict=True), first=first)
+def _print_rows(rows: Sequence[Row], first: str, out: Console) -> None:
+    terminal.show(out, [*rows[0]], [[*row.values()] for row in rows], first=first)
 
 
 def explain(plan: Plan, out: Console) -> None:
@@ -346,40 +332,31 @@ def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None
     Parts that no plan has are omitted. TFLOP/s count recomputation; MFU counts the causal half of
     the attention.
     """
+    parts = [part for part in PARTS if any(plan.memory.parts.get(part) for plan in plans)]
     times = [part for part in TIMES if any(_shown(plan, part) != "–" for plan in plans)]
-    rule = ["│"] * len(plans)
     flops = request.flops
-    columns: list[FilledColumn] = [(Column("#"), [str(n) for n, _ in enumerate(plans, 1)])]
-    columns += _memory_columns([plan.memory for plan in plans])
-    columns.append((Column("│", line=1), rule))
-    for part in times:
-        columns.append(
-            (Column(_SHORT.get(part, part), line=1), [_shown(plan, part) for plan in plans])
-        )
-    columns.append((Column("│", line=2), rule))
-    rates = [plan.per_device(flops.full + plan.recomputed_flops) for plan in plans]
-    columns.append((Column("TF/s hw", line=2), [three(rate / 1e12) for rate in rates]))
-    if request.hardware.peak(request.workload.precision) is not None:
-        shares = [plan.mfu(flops.causal) or 0 for plan in plans]
-        columns.append((Column("MFU causal", line=2), [f"{100 * mfu:.0f} %" for mfu in shares]))
-    if request.num_tokens is not None:
-        hours = [three(plan.device_hours or 0) for plan in plans]
-        columns.append((Column("dev-hours", line=2), hours))
+    rows = []
+    for number, plan in enumerate(plans, 1):
+        row: Row = {Column("#"): str(number)}
+        for part in parts:
+            size = plan.memory.parts.get(part)
+            row[Column(_SHORT.get(part, part))] = gib(size) if size else "–"
+        row[Column("│", line=1)] = "│"
+        for part in times:
+            row[Column(_SHORT.get(part, part), line=1)] = _shown(plan, part)
+        row[Column("│", line=2)] = "│"
+        rate = plan.per_device(flops.full + plan.recomputed_flops)
+        row[Column("TF/s hw", line=2)] = three(rate / 1e12)
+        if (mfu := plan.mfu(flops.causal)) is not None:
+            row[Column("MFU causal", line=2)] = f"{100 * mfu:.0f} %"
+        if plan.device_hours is not None:
+            row[Column("dev-hours", line=2)] = three(plan.device_hours)
+        rows.append(row)
     title = "by parts: GiB, fullest rank │ seconds, busiest rank │ with recomputation"
     out.print(Text(f"\n{title}", "bold"))
-    _print_columns(columns, "bold", out)
+    _print_rows(rows, "bold", out)
 
 
 def _shown(plan: Plan, part: str) -> str:
     share = plan.time.parts[part]
     return three(share) if share > 1e-3 * plan.time.seconds else "–"
-
-
-def _memory_columns(memories: Sequence[Memory]) -> list[FilledColumn]:
-    """Return a column of GiB for each part of the memory that is not zero everywhere."""
-    sizes = {part: [memory.parts.get(part, 0) for memory in memories] for part in PARTS}
-    return [
-        (Column(_SHORT.get(part, part)), [gib(n) if n else "–" for n in row])
-        for part, row in sizes.items()
-        if any(row)
-    ]
