@@ -118,7 +118,7 @@ def cost_of(
     return model.kinds[kind].cost(shape, tp, sequence_parallel, recompute)
 
 
-Stages = tuple[int, ...]  # of one pipeline coordinate, first to last
+Stages = tuple[int, ...]  # the stages of one pipeline coordinate, first to last
 
 
 @lru_cache(maxsize=4096)
