@@ -28,14 +28,13 @@ def measure(dp: int) -> tuple[float, float]:
     from torch import nn
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from parallel3d.config.deepspeed import ZeroConfig
-    from parallel3d.config.parallel3d_block import PipelineConfig
-    from parallel3d.engine import Engine, EngineSettings
+    from parallel3d.engine import Engine
     from parallel3d.engine.construction import building
     from parallel3d.mesh import mesh as mesh_module
     from parallel3d.mesh.launch import Launch
     from parallel3d.model.spec import Init, ParamSpec
     from parallel3d.tensor.cut import cut_parameter, held_parameters
+    from tests.engine.settings import settings_of
 
     def join(launch: Launch, device: torch.device, watched: bool) -> None:
         dist.init_process_group("fake", rank=0, world_size=dp, store=FakeStore())
@@ -43,8 +42,7 @@ def measure(dp: int) -> tuple[float, float]:
     with patch.object(mesh_module, "join", join):
         mesh = mesh_module.Mesh(dp=dp, launch=Launch(0, dp, 0))
     torch.set_num_threads(1)  # several would wait for each other where the cores are busy
-    zero = ZeroConfig(stage=3, stage3_param_persistence_threshold=0)
-    settings = EngineSettings(1, zero=zero, pipeline=PipelineConfig(weights="per_step"))
+    settings = settings_of(weights="per_step", zero={"stage3_param_persistence_threshold": 0})
 
     def layer() -> nn.Module:
         weights = (cut_parameter((ELEMENTS,)) for _ in range(WEIGHTS))

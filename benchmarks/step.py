@@ -17,15 +17,14 @@ from typing import Any
 import torch
 
 from parallel3d import models
-from parallel3d.config.deepspeed import ZeroConfig
-from parallel3d.config.parallel3d_block import PipelineConfig
-from parallel3d.engine import Engine, EngineSettings
+from parallel3d.engine import Engine
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape
 from parallel3d.pipeline.executor import Executor, Microbatch
 from parallel3d.pipeline.stages import build_stages
 from parallel3d.schedule.schedule import add_sharding
 from parallel3d.schedule.schedules import make_schedule
+from tests.engine.settings import settings_of
 
 Step = Callable[[], None]
 
@@ -59,12 +58,7 @@ def ours(
 ) -> Step:
     """The same step by parallel3d."""
     size, seq = batch[0].tokens.shape
-    engine_settings = EngineSettings(
-        micro_batch_size=size,
-        zero=ZeroConfig.model_validate(zero),
-        pipeline=PipelineConfig.model_validate(pipeline),
-        gradient_clipping=1.0,
-    )
+    engine_settings = settings_of(size, zero=zero, gradient_clipping=1.0, **pipeline)
     schedule = make_schedule("gpipe", 1, len(batch))
     if engine_settings.holds_weights:
         schedule = add_sharding(schedule, engine_settings.weights, True)

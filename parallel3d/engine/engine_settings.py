@@ -1,7 +1,7 @@
 """The engine's settings, taken from a run's config, and their translation for DeepSpeed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -10,7 +10,7 @@ from parallel3d.base.section import Section
 from parallel3d.config import ResolvedConfig
 from parallel3d.config.deepspeed import AioConfig, Fp16Config, OptimizerConfig, ZeroConfig
 from parallel3d.config.parallel3d_block import PipelineConfig
-from parallel3d.model.parametrization import Rate, Role, Scales
+from parallel3d.model.parametrization import Rate, Role
 from parallel3d.models.common import rates_of
 from parallel3d.schedule.sharding import Weights
 
@@ -29,18 +29,16 @@ class EngineSettings:
     """
 
     micro_batch_size: int
-    zero: ZeroConfig = field(default_factory=lambda: ZeroConfig(stage=3))
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig.model_validate({"params": {"lr": 1e-3}})
-    )
-    rates: Mapping[Role | None, Rate] = field(default_factory=Scales().rates)
-    precision: str = "fp32"
-    reduced_in: str = "fp32"
-    gradient_clipping: float = 0.0
-    overlap_update: bool = False
-    fp16: Fp16Config = field(default_factory=Fp16Config)
-    aio: AioConfig = field(default_factory=AioConfig)
+    zero: ZeroConfig
+    pipeline: PipelineConfig
+    optimizer: OptimizerConfig
+    rates: Mapping[Role | None, Rate]
+    precision: str
+    reduced_in: str
+    gradient_clipping: float
+    overlap_update: bool
+    fp16: Fp16Config
+    aio: AioConfig
 
     @classmethod
     def from_config(cls, config: ResolvedConfig) -> "EngineSettings":

@@ -1,8 +1,9 @@
 """Settings of an engine without a run."""
 
-from parallel3d.config.deepspeed import OptimizerConfig, ZeroConfig
+from parallel3d.config.deepspeed import AioConfig, Fp16Config, OptimizerConfig, ZeroConfig
 from parallel3d.config.parallel3d_block import PipelineConfig
 from parallel3d.engine import EngineSettings
+from parallel3d.model.parametrization import Scales
 
 
 def settings_of(
@@ -18,6 +19,7 @@ def settings_of(
     optimizer="AdamW",
     params=None,
     precision="fp32",
+    gradient_clipping=0.0,
 ):
     """Return the settings; `folder` is for NVMe, `zero` has more settings of zero_optimization."""
     block = {
@@ -26,9 +28,15 @@ def settings_of(
         "offload_param": {"device": offload_param, "nvme_path": folder},
     }
     return EngineSettings(
-        micro_batch_size,
+        micro_batch_size=micro_batch_size,
         zero=ZeroConfig.model_validate(block | (zero or {})),
         pipeline=PipelineConfig(gradient_reduction=gradient_reduction, weights=weights),
         optimizer=OptimizerConfig(type=optimizer, params={"lr": 1e-3} | (params or {})),
+        rates=Scales().rates(),
         precision=precision,
+        reduced_in="fp32",
+        gradient_clipping=gradient_clipping,
+        overlap_update=False,
+        fp16=Fp16Config(),
+        aio=AioConfig(),
     )

@@ -6,13 +6,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from parallel3d.engine import EngineSettings, construction
+from parallel3d.engine import construction
 from parallel3d.engine.quirks import core
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline import stages
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer, unpatched
 from tests.config.test_config import error_of
+from tests.engine.settings import settings_of
 
 pytestmark = pytest.mark.gloo
 
@@ -118,7 +119,7 @@ def dtype_made(rank, dtype):
         return False  # some CPUs have it
 
     get_accelerator().is_fp16_supported = without_fp16
-    settings = EngineSettings(micro_batch_size=1)
+    settings = settings_of()
     mesh = Mesh()
     with construction.building(settings, mesh):
         pass  # starts DeepSpeed

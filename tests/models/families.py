@@ -7,14 +7,13 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel3d import models
-from parallel3d.config.deepspeed import ZeroConfig
-from parallel3d.engine import EngineSettings
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape, named_params
 from parallel3d.pipeline.stages import build_stages
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.tensor.segments import Segments
 from parallel3d.verify.local_ranks import run_locally
+from tests.engine.settings import settings_of
 
 WORLD = 4
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
@@ -76,7 +75,7 @@ def build(config, tp, seq=16, sequence_parallel=False, **settings):
     built = build_stages(
         models.layers(config),
         schedule,
-        EngineSettings(2, zero=ZeroConfig(stage=1)),
+        settings_of(2, zero_stage=1),
         mesh=mesh,
         shape=Shape(2, seq),
         sequence_parallel=sequence_parallel,
