@@ -232,9 +232,8 @@ class Engine:
         """Run a stage without dropout and without gradients."""
         if self._module.training:
             self._module.eval()
-        hooks = self.settings.shards_parameters and self._weights is None
         with torch.no_grad():
-            output: Tensor = self._run(stage, *inputs, hooks=hooks)
+            output: Tensor = self._run(stage, *inputs, hooks=self._traces is not None)
         return output
 
     def _run(self, stage: int, *inputs: Tensor | Segments | None, hooks: bool) -> Any:
