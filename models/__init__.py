@@ -3,10 +3,10 @@
 A family may add `huggingface.py`: its architecture and parameter names in transformers.
 """
 
-import os
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,12 +21,8 @@ __path__ += user_folders.from_environment(user_folders.MODELS)
 
 def families() -> list[str]:
     """Return the names of all families: every folder, here or of the user's, with a spec.py."""
-    names: set[str] = set()
-    for folder in filter(os.path.isdir, __path__):
-        for name in os.listdir(folder):
-            if os.path.isfile(f"{folder}/{name}/spec.py"):
-                names.add(name)
-    return sorted(names)
+    specs = [spec for folder in __path__ for spec in Path(folder).glob("*/spec.py")]
+    return sorted({spec.parent.name for spec in specs})
 
 
 def config_class(family: str) -> Any:
@@ -50,10 +46,11 @@ def layers(config: ModelConfig) -> list[LayerSpec]:
     """Return the layers of a model of any family, first to last."""
     specs: list[LayerSpec] = _spec(config.family).layers(config)
     kind = parametrization_of(config).type
-    scaled = {} if kind == "standard" else named_params(specs)
-    without_role = [name for name, param in scaled.items() if param.role is None]
-    if without_role:
-        raise Problems([_lacks_role(name, kind) for name in without_role])
+    if kind != "standard":
+        params = named_params(specs)
+        problems = [_lacks_role(name, kind) for name in params if params[name].role is None]
+        if problems:
+            raise Problems(problems)
     return specs
 
 
@@ -90,7 +87,12 @@ def train_flops_per_token(config: ModelConfig, seq: int) -> float:
 
 def huggingface(family: str) -> ModuleType | None:
     """Return the family's `huggingface` module, which loads torch; None if it has none."""
-    name = f"parallel3d.models.{family}.huggingface"
+    return find_part(family, "huggingface")
+
+
+def find_part(family: str, part: str) -> ModuleType | None:
+    """Return a module that a family may have; None if it has none."""
+    name = f"parallel3d.models.{family}.{part}"
     return import_module(name) if find_spec(name) else None
 
 

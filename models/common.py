@@ -86,16 +86,19 @@ class BiasedConfig(ModelSection):
         return self.intermediate_size or 4 * self.hidden_size
 
     def _problems(self) -> Iterator[Problem]:
-        heads = self.num_attention_heads
-        hidden = self.hidden_size
-        if hidden % heads:
-            yield Problem(
-                "num_attention_heads",
-                heads,
-                f"does not divide hidden_size={hidden}",
-                f"use {divisor_below(hidden, heads)} heads, or a hidden_size that is a multiple of "
-                f"{heads}",
-            )
+        return uneven_heads(self.num_attention_heads, self.hidden_size)
+
+
+def uneven_heads(heads: int, hidden: int) -> Iterator[Problem]:
+    """Yield a problem unless num_attention_heads divides hidden_size."""
+    if hidden % heads:
+        yield Problem(
+            "num_attention_heads",
+            heads,
+            f"does not divide hidden_size={hidden}",
+            f"use {divisor_below(hidden, heads)} heads, or a hidden_size that is a multiple of "
+            f"{heads}",
+        )
 
 
 def vocab_size(config: ModelConfig) -> int:

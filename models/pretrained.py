@@ -6,8 +6,6 @@ classes by model_type), `FREE`, and `model_block(fields)`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -168,12 +166,10 @@ class Fields:
 def model_block(config: Mapping[str, object]) -> dict[str, object]:
     """Return the "model" block of a config.json; raise Problems, whose paths are its fields."""
     fields = Fields(config)
-    kinds: dict[str, ModuleType] = {}
-    for module in _families():
-        kinds |= dict.fromkeys(module.MODEL_TYPES, module)
-    family = kinds.get(fields.model_type)
+    families = _families()
+    family = families.get(fields.model_type)
     if family is None:
-        remedy = f"use a model of one of the types {', '.join(sorted(kinds))}"
+        remedy = f"use a model of one of the types {', '.join(sorted(families))}"
         value = config.get("model_type", ABSENT)
         raise Problems([Problem("model_type", value, "is not supported", remedy)])
     classes: Sequence[str] = family.MODEL_TYPES[fields.model_type]
@@ -191,22 +187,21 @@ def model_block(config: Mapping[str, object]) -> dict[str, object]:
 def class_of(config: Mapping[str, object]) -> str:
     """Return the transformers language model class of a supported config.json."""
     kind = str(config["model_type"])
-    family = next(module for module in _families() if kind in module.MODEL_TYPES)
-    return str(family.MODEL_TYPES[kind][0])
+    return str(_families()[kind].MODEL_TYPES[kind][0])
 
 
 def free_settings(family: str) -> Mapping[str, str]:
     """Return the settings that stay the user's, with their fields in config.json."""
-    module = _family(family)
+    module = models.find_part(family, "pretrained")
     free: Mapping[str, str] = module.FREE if module else {}
     return free
 
 
-def _families() -> list[ModuleType]:
-    modules = [_family(family) for family in models.families()]
-    return [module for module in modules if module is not None]
-
-
-def _family(name: str) -> ModuleType | None:
-    path = f"parallel3d.models.{name}.pretrained"
-    return import_module(path) if find_spec(path) else None
+def _families() -> dict[str, ModuleType]:
+    """Return by model_type the `pretrained` module of the family that supports it."""
+    by_type: dict[str, ModuleType] = {}
+    for family in models.families():
+        module = models.find_part(family, "pretrained")
+        if module:
+            by_type |= dict.fromkeys(module.MODEL_TYPES, module)
+    return by_type

@@ -31,6 +31,8 @@ _UNIFORM = ("mistral", "mixtral", "qwen3_moe")
 _SLIDING = "sliding_attention"
 # Bases of the rotary frequencies that are not 10,000.
 _BASES = {"smollm3": 2e6, "mixtral": 1e6}
+# An rms_norm_eps of 1e-5 where a config.json has none, not 1e-6.
+_LARGE_EPS = ("granite_swa", "olmo2", "mixtral", "olmoe", "glm4_moe")
 
 
 def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
@@ -82,7 +84,7 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
         "vocab_size": fields.take("vocab_size"),
         "max_position_embeddings": fields.take("max_position_embeddings", 2048),
         "rms_norm_eps": fields.take(
-            "rms_norm_eps", 1e-5 if kind in ("granite_swa", "olmo2") else 1e-6
+            "rms_norm_eps", 1e-5 if fields.model_type in _LARGE_EPS else 1e-6
         ),
         "rope_theta": base,
         "rope_scaling": scaling,
@@ -178,8 +180,8 @@ def _refuse_multipliers(fields: Fields) -> None:
 def _rope(fields: Fields) -> tuple[object, dict[str, object] | None, object]:
     """Return the base of the rotary frequencies, their scaling or None, and the rotated share."""
     part: object = 1.0
-    base = fields.take("rope_theta", _BASES.get(fields.model_type, 10_000.0))
     where, kind, rope = fields.rope("rope_parameters", "rope_scaling")
+    base = fields.take("rope_theta", _BASES.get(fields.model_type, 10_000.0))
     base = rope.pop("rope_theta", base)
     own = rope.pop("partial_rotary_factor", None)
     if fields.model_type == "glm4_moe":

@@ -38,8 +38,6 @@ def model_block(fields: Fields) -> dict[str, object]:
         "num_experts_per_tok": fields.take("num_experts_per_tok"),
         "norm_topk_prob": kind == "mixtral" or fields.take("norm_topk_prob", kind == _GLM),
     }
-    if kind in ("mixtral", "olmoe", _GLM):
-        block["rms_norm_eps"] = fields.take("rms_norm_eps", 1e-5)
     if kind not in ("mixtral", "olmoe"):
         block["moe_intermediate_size"] = fields.take("moe_intermediate_size")
     if kind == "mixtral":

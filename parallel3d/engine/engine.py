@@ -152,14 +152,15 @@ class Engine:
         self._check_groups()
         if file.WHOLE_MATRICES:
             self._find_matrices(optimizer)
-        updating.share_with_weights(self.deepspeed.optimizer)
-        streams.prioritize_reductions(self.deepspeed.optimizer)
+        zero = self.deepspeed.optimizer
+        updating.share_with_weights(zero)
+        streams.prioritize_reductions(zero)
         if settings.shards_parameters:
-            streams.keep_gradients_until_reduced(self.deepspeed.optimizer)
-            experts.add_norms_of_owners(self.deepspeed.optimizer, mesh)
+            streams.keep_gradients_until_reduced(zero)
+            experts.add_norms_of_owners(zero, mesh)
         if settings.overlap_update and device == "cpu":
-            updating.copy_weights_in_parts(self.deepspeed.optimizer, mesh.device)
-        self._finish_scale = fp16.grow_scale_after_step(self.deepspeed.optimizer)
+            updating.copy_weights_in_parts(zero, mesh.device)
+        self._finish_scale = fp16.grow_scale_after_step(zero)
         self._counters = core.ReleaseCounters()
         self.timed = False
         self.step_seconds = 0.0
@@ -168,7 +169,7 @@ class Engine:
         self._weights = GatheredWeights(self.deepspeed, layers) if settings.holds_weights else None
         hooks_gather = settings.shards_parameters and not settings.holds_weights
         self._traces = tracing.Traces(self.deepspeed) if hooks_gather else None
-        self._score_biases = ScoreBiases(self.deepspeed.optimizer, stages, self.held, mesh.replicas)
+        self._score_biases = ScoreBiases(zero, stages, self.held, mesh.replicas)
         with_gradients = [h for h in self.held if h.spec.role != "balance"]
         self._reduction = Reduction(
             self.deepspeed, with_gradients, layers, settings=settings, mesh=mesh, owners=pair

@@ -131,15 +131,13 @@ class PlainMuon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         """Update all parameters."""
         self._adam.step()
-        matrices = [group for group in self.param_groups if "views" in group]
-        for group in matrices:
+        for group in self.param_groups:
+            if "views" not in group:
+                continue
             for weight in group["params"]:
                 gradient = weight.grad
-                average = self.state[weight]
-                if not average:
-                    average["momentum"] = torch.zeros_like(weight)
                 beta = self.params.momentum
-                mean = average["momentum"]
+                mean = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
                 mean.copy_(beta * mean + (1 - beta) * gradient)
                 moved = beta * mean + (1 - beta) * gradient if self.params.nesterov else mean
                 weight.mul_(1 - group["lr"] * group["weight_decay"])

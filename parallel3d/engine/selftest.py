@@ -39,14 +39,11 @@ _BLOCK = 1024  # bytes of one read from NVMe
 _log = logging.getLogger(__name__)
 
 
-def _inner_size(settings: EngineSettings, mesh: Mesh) -> int:
-    """Return the toy's inner size; on NVMe, shards are a few blocks and a fraction of one."""
+def _specs(settings: EngineSettings, mesh: Mesh) -> list[ParamSpec]:
+    """Return the toy's parameters; on NVMe, shards are a few blocks and a fraction of one."""
     zero = settings.zero
     on_nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
-    return mesh.tensor.size * (32 * mesh.shards.size + 1 if on_nvme else 8)
-
-
-def _specs(inner: int, settings: EngineSettings) -> list[ParamSpec]:
+    inner = mesh.tensor.size * (32 * mesh.shards.size + 1 if on_nvme else 8)
     init = Init(std=0.3)
     # A role has rates of its own under muP, which the test leaves out.
     role = MATRIX if _uses_matrices(settings) else None
@@ -137,10 +134,10 @@ def _scaled_down(settings: EngineSettings) -> EngineSettings:
 def _run(
     settings: EngineSettings, mesh: Mesh, say: Callable[[str], None]
 ) -> tuple[list[float], dict[str, tuple[Cut, Tensor]]]:
-    inner = _inner_size(settings, mesh)
+    specs = _specs(settings, mesh)
     with building(settings, mesh, say=say):
-        stage = _Stage(inner, mesh)
-    held = list(held_parameters(stage, _specs(inner, settings), mesh))
+        stage = _Stage(specs[0].shape[0], mesh)
+    held = list(held_parameters(stage, specs, mesh))
     for h in held:
         with writing(h.parameter) as (shard, start), torch.no_grad():
             fill(shard, start, h.spec, h.name, h.cut, seed=mesh.pipeline.coord)
@@ -187,15 +184,12 @@ def _reference(
     sqrt(sum of g^2) over all elements of all stages, each counted once; g is summed over
     microbatches and averaged over dp.
     """
-    specs = _specs(_inner_size(settings, mesh), settings)
+    specs = _specs(settings, mesh)
     stages = [_full_weights(specs, p, settings.dtype) for p in range(mesh.pipeline.size)]
     own_weights = stages[mesh.pipeline.coord]
     before = {name: weight.detach().clone() for name, weight in own_weights.items()}
-    decay: list[Tensor] = []
-    no_decay: list[Tensor] = []
-    for weights in stages:
-        for spec in specs:
-            (decay if spec.weight_decay else no_decay).append(weights[spec.name])
+    decay = [weights[s.name] for weights in stages for s in specs if s.weight_decay]
+    no_decay = [weights[s.name] for weights in stages for s in specs if not s.weight_decay]
     group = {"lr": _LR, "eps": settings.eps}
     groups = [
         group | {"params": decay, "weight_decay": settings.weight_decay},

@@ -37,9 +37,9 @@ class Nodes:
         by_machine: dict[str, list[int]] = {}
         for rank in ranks:
             by_machine.setdefault(self.machines[rank], []).append(rank)
-        parts = []
-        for own in by_machine.values():
-            parts.append(f"{', '.join(map(str, own))} on {self.hosts[own[0]]}")
+        parts = [
+            f"{', '.join(map(str, own))} on {self.hosts[own[0]]}" for own in by_machine.values()
+        ]
         return f"ranks {' and '.join(parts)}"
 
 

@@ -24,7 +24,7 @@ class NewtonSchulz(NamedTuple):
         return self.steps * (4 * cost + 2 * smallest**3)
 
 
-def matrix_view(spec: ParamSpec, per_head: bool = False) -> tuple[int, ...]:
+def matrix_view(spec: ParamSpec, per_head: bool) -> tuple[int, ...]:
     """Return a parameter's shape as a stack of matrices: [*stack, rows, columns].
 
     A matrix maps columns to rows. Fused matrices (q, k, v; gate, up) are stacked already. With

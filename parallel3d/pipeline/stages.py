@@ -8,7 +8,6 @@ from importlib import import_module
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from parallel3d.base.section import Problem, Problems
 from parallel3d.engine import EngineSettings, HeldParameter, building, writing
@@ -24,6 +23,7 @@ from parallel3d.tensor.cut import held_parameters
 from parallel3d.tensor.host_activations import HostActivations
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.random_key import RandomKey
+from parallel3d.tensor.recompute import run_again
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.side_loss import LayerOutput, SideLoss, StageOutput, alias, sum_side_losses
 
@@ -81,10 +81,7 @@ class Stages(nn.Module):
                 x.register_hook(partial(on_input_grad, stage, index))
             with hooks if x.requires_grad else nullcontext():  # the embedding saves only token ids
                 if layer in self._recompute and torch.is_grad_enabled():
-                    # Dropout masks depend only on their place, so no generator state is saved.
-                    output = checkpoint(
-                        layer, x, segments, use_reentrant=False, preserve_rng_state=False
-                    )
+                    output = run_again(layer, x, segments)
                 else:
                     output = layer(x, segments)
             x = self._collect(layer, output, side_losses)

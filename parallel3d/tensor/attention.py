@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
-from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config.arithmetic import block_tokens
 from parallel3d.model.module_cost import BLOCK
@@ -16,6 +15,7 @@ from parallel3d.tensor.cut import cut_parameter
 from parallel3d.tensor.dealt import is_fused
 from parallel3d.tensor.documents import attend_documents, in_one_kernel
 from parallel3d.tensor.dropout import Dropout
+from parallel3d.tensor.recompute import run_again
 from parallel3d.tensor.segments import Segments
 
 
@@ -60,10 +60,7 @@ class CausalAttention(nn.Module):
         The heads of k and v divide those of q.
         """
         if self.recompute and torch.is_grad_enabled():
-            # Dropout masks depend only on their place, so no generator state is saved.
-            y = checkpoint(
-                self._attend, q, k, v, segments, use_reentrant=False, preserve_rng_state=False
-            )
+            y = run_again(self._attend, q, k, v, segments)
         else:
             y = self._attend(q, k, v, segments)
         return y.flatten(-2)
@@ -133,9 +130,10 @@ def log_kernel(
         return
     q_heads, kv_heads = layer.heads_here
     like = partial(torch.empty, dtype=dtype, device=device, requires_grad=True)
-    q = like(batch, seq, q_heads, layer.head_size).transpose(1, 2)
-    k = like(batch, seq, kv_heads, layer.head_size).transpose(1, 2)
-    v = like(batch, seq, kv_heads, layer.head_size).transpose(1, 2)
+    q, k, v = (
+        like(batch, seq, heads, layer.head_size).transpose(1, 2)
+        for heads in (q_heads, kv_heads, kv_heads)
+    )
     has_window = layer.window is not None and layer.window < seq
     kernel = SDPBackend.FLASH_ATTENTION
     fits_one_kernel = in_one_kernel(q, layer.dropout.p, layer.sinks is not None)

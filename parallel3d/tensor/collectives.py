@@ -60,7 +60,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup, async_op: bool = True)
     return Pending(full, _each_sample(all_gather_single, full, x.contiguous(), group, async_op))
 
 
-def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, async_op: bool = True) -> Pending:
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, async_op: bool) -> Pending:
     """Start to sum, keeping this rank's part: [..., seq, size] -> [..., seq / tp, size]."""
     if group.size() == 1:
         return Pending(x)

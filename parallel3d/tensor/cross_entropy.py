@@ -10,11 +10,6 @@ from torch import Tensor
 from parallel3d.tensor.compiled import Pointwise
 
 
-def prepare_logits(logits: Tensor, compiled: bool) -> Tensor:
-    """Return the logits for the functions below: in fp32, or unchanged if those are compiled."""
-    return logits if compiled else logits.float()
-
-
 def sum_rows(
     logits: Tensor, here: Tensor, top: Tensor, picked: Tensor, total: Tensor, compiled: bool
 ) -> None:
@@ -50,7 +45,7 @@ def gradient_of(
 
     - `factor` [tokens]: `sum_rows` has overwritten the logits, and has returned `top`; exponentials
       times `factor` are probabilities.
-    - None: the logits are from `prepare_logits`, and `top` is their logsumexp.
+    - None: the logits are unchanged, and `top` is their logsumexp.
 
     1 is subtracted before rounding to `dtype`: in bf16 any p above 0.998 rounds to 1.
     """

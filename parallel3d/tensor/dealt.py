@@ -8,7 +8,7 @@ what a rank keeps is its own share.
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ def attend_dealt(
     v: Tensor,
     dealt: Dealt,
     scale: float | None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend within documents: q, k, v [tokens here, heads, size] -> the same shape as q.
 
@@ -128,16 +128,9 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1).int().unsqueeze(1), order.int().unsqueeze(1)
 
 
-class Span(NamedTuple):
-    """Neighbouring queries here, and the keys that some of them attend to."""
-
-    queries: slice
-    keys: slice
-
-
 @lru_cache(maxsize=32)
-def _spans(dealt: Dealt, window: int | None) -> list[Span]:
-    """Return the spans of the tokens here, in their order."""
+def _spans(dealt: Dealt, window: int | None) -> list[tuple[slice, slice]]:
+    """Return neighbouring queries here, in order, and the keys that some of them attend to."""
     spans = []
     stop = 0
     for tokens, first, end in dealt.pieces:
@@ -145,7 +138,7 @@ def _spans(dealt: Dealt, window: int | None) -> list[Span]:
         start = stop
         stop += tokens
         for begin in range(low, end, _KEYS):
-            spans.append(Span(slice(start, stop), slice(begin, min(end, begin + _KEYS))))
+            spans.append((slice(start, stop), slice(begin, min(end, begin + _KEYS))))
     return spans
 
 

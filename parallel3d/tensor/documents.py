@@ -43,9 +43,7 @@ def attend_documents(
     """
     batch, _, seq, _ = q.shape
     # [batch * seq, heads, size]: a view, because it is the memory layout of the products before.
-    flat_q = q.transpose(1, 2).flatten(0, 1)
-    flat_k = k.transpose(1, 2).flatten(0, 1)
-    flat_v = v.transpose(1, 2).flatten(0, 1)
+    flat_q, flat_k, flat_v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     if segments is not None and segments.dealt is not None:
         assert dropout == 0, "the masks of a shared sample would depend on how it is dealt"
         y = attend_dealt(flat_q, flat_k, flat_v, segments.dealt, scale, window, sinks)

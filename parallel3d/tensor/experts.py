@@ -27,11 +27,11 @@ _ALIGNMENT = 16  # bytes; torch's grouped product needs strides that are multipl
 
 
 class PartialLinear(CutModule):
-    """y = x W^T with one dim of the weight cut over the group, without collectives."""
+    """y = x W^T with dim 1 of the weight cut over the group, without collectives."""
 
-    def __init__(self, shape: tuple[int, ...], *, dim: int, context: LayerContext) -> None:
+    def __init__(self, shape: tuple[int, ...], *, context: LayerContext) -> None:
         super().__init__()
-        self.weight = cut_parameter(shape, tensor=(dim, context.group))
+        self.weight = cut_parameter(shape, tensor=(1, context.group))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., fused * out], of which one of in and out is this rank's part."""
@@ -44,8 +44,8 @@ class PartialSwiGLU(nn.Module):
     def __init__(self, size: int, inner: int, *, context: LayerContext) -> None:
         super().__init__()
         self.swiglu = swiglu.compiled_if(context.pointwise)
-        self.gate_up = PartialLinear((2, inner, size), dim=1, context=context)
-        self.down = PartialLinear((size, inner), dim=1, context=context)
+        self.gate_up = PartialLinear((2, inner, size), context=context)
+        self.down = PartialLinear((size, inner), context=context)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> this rank's part of the sum [..., size]."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel3d.model.transformer_cost import chunk_tokens
 from parallel3d.tensor.collectives import Context, all_gather_sequence, all_reduce, sum_copy
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.cross_entropy import gradient_of, prepare_logits, sum_rows
+from parallel3d.tensor.cross_entropy import gradient_of, sum_rows
 from parallel3d.tensor.cut import even_split
 from parallel3d.tensor.weight_gradients import compute_or_defer, in_place_sum
 
@@ -50,18 +50,16 @@ class _Loss(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         labels: Tensor,
-        start: int,
-        most_rows: int,
+        vocab_size: int,
         context: LayerContext,
     ) -> Tensor:
-        """Return the loss of each label, [...] like `labels`.
-
-        `start` is the token id of the weight's first row. `most_rows` is the size of the group's
-        largest slice of the vocabulary: with it all ranks use the same chunks.
-        """
+        """Return the loss of each label, [...] like `labels`."""
         group = context.group
         compiled = context.pointwise
         rows = _full_input(context, x)
+        start, _ = even_split(vocab_size, group.size(), group.rank())  # the weight's first row
+        # Of the group's largest slice of the vocabulary, so that all ranks use the same chunks.
+        most_rows = -(-vocab_size // group.size())
         here, outside = local_ids(labels.flatten(), start, start + len(weight))
         parts = list(_parts(len(rows), most_rows))
         top, picked, total = torch.empty(3, len(rows), dtype=torch.float32, device=x.device)
@@ -95,7 +93,7 @@ class _Loss(torch.autograd.Function):
         grad_x, grad_weight = backward(ctx, grad.flatten().unsqueeze(-1))
         if grad_x is not None:
             grad_x = sum_copy(grad_x.view(*grad.shape, -1), ctx.context)
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 def _at_once(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -164,8 +162,12 @@ def _full_input(context: LayerContext, x: Tensor) -> Tensor:
 
 
 def _logits(rows: Tensor, weight: Tensor, compiled: bool) -> Tensor:
-    """Return this rank's logits in their own memory: [tokens, size] -> [tokens, vocab / tp]."""
-    return prepare_logits(rows @ weight.t(), compiled)
+    """Return this rank's logits in their own memory: [tokens, size] -> [tokens, vocab / tp].
+
+    They are in fp32, unless the passes over them are compiled.
+    """
+    logits = rows @ weight.t()
+    return logits if compiled else logits.float()
 
 
 def _times(rows: Tensor, grad: Tensor) -> Tensor:
@@ -206,7 +208,4 @@ def vocab_parallel_loss(
 
     The result is [...], the same on each rank of the group.
     """
-    group = context.group
-    start, _ = even_split(vocab_size, group.size(), group.rank())
-    most_rows = -(-vocab_size // group.size())
-    return _Loss.apply(x, weight, labels, start, most_rows, context)
+    return _Loss.apply(x, weight, labels, vocab_size, context)

@@ -32,14 +32,18 @@ class _Keep(torch.autograd.Function):
         return grad
 
 
+def run_again(function: Callable[..., Any], *args: object) -> Any:
+    """Return `function(*args)`, which runs again in the backward in place of saving tensors."""
+    # Dropout masks depend only on their place, so no generator state is saved.
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
 def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return `function(x)`, computed again in the backward; a linear layer must take it next."""
     if not torch.is_grad_enabled():
         return function(x)
-    # Dropout masks depend only on their place, so no generator state is saved.
-    return checkpoint(
-        lambda x: _Keep.apply(function(x)), x, use_reentrant=False, preserve_rng_state=False
-    )
+    kept: Tensor = run_again(lambda x: _Keep.apply(function(x)), x)
+    return kept
 
 
 def activated(

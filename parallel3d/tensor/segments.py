@@ -61,8 +61,7 @@ class Dealt(NamedTuple):
         lengths = torch.diff(heads, append=torch.tensor([own.numel()]))
         firsts = (first + samples).flatten()[heads]
         ends = (own + samples).flatten()[heads] + lengths
-        numbers = zip(lengths.tolist(), firsts.tolist(), ends.tolist(), strict=True)
-        pieces = tuple(Piece(tokens, start, end) for tokens, start, end in numbers)
+        pieces = tuple(map(Piece, lengths.tolist(), firsts.tolist(), ends.tolist()))
         return cls(group, seq, block, own, flat, flat.flatten().argsort(), first, pieces)
 
 

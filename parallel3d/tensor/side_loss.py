@@ -56,10 +56,12 @@ def sum_side_losses(side_losses: list[tuple[str, SideLoss]]) -> SideLosses:
     values: dict[str, Tensor] = {}
     total = torch.zeros((), device=side_losses[0][1].value.device)
     pools: dict[str, list[SideLoss]] = {}
+    single: list[tuple[str, SideLoss]] = []
     for name, own in side_losses:
         if own.pooled:
             pools.setdefault(name, []).append(own)
-    single = [(name, own) for name, own in side_losses if not own.pooled]
+        else:
+            single.append((name, own))
     for name, layers in pools.items():
         one, other = torch.stack([own.value for own in layers]).mean(0)  # [n] each
         share = layers[0].coefficient / len(layers)  # each layer has the same value

@@ -132,7 +132,7 @@ class GroupKind(NamedTuple):
 
 
 def group_kinds(
-    rates: Mapping[Role | None, Rate], whole_matrices: bool = False, divides_experts: bool = False
+    rates: Mapping[Role | None, Rate], whole_matrices: bool, divides_experts: bool
 ) -> list[GroupKind]:
     """Return the kind of each optimizer group.
 

@@ -20,7 +20,9 @@ Direction = Literal["forward", "backward"]
 _PRIVATE = "_PartitionedParameterCoordinator__"
 _RELEASED = f"{_PRIVATE}params_to_release"
 _STATE = (
-    *(f"{_PRIVATE}{name}" for name in ("trace_mode", "submodule_order", "param_order")),
+    f"{_PRIVATE}trace_mode",
+    f"{_PRIVATE}submodule_order",
+    f"{_PRIVATE}param_order",
     f"{_PRIVATE}step_id_module_fetched_for",
     _RELEASED,
 )
