@@ -30,9 +30,9 @@ def open_places(
     return [open_memory(settings, mesh, nodes, folder, say)]
 
 
-def leave_memory(start: "Start") -> None:
+def leave_memory(start: "Start", mesh: "Mesh") -> None:
     """Forget the steps in memory if this launch, which will be ahead of them, keeps none there."""
-    if not start.config.checkpoint.in_memory_every:
+    if mesh.rank == 0 and not start.config.checkpoint.in_memory_every:
         with suppress(OSError):
             (start.folder / "memory.json").unlink(missing_ok=True)
 

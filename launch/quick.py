@@ -20,7 +20,6 @@ WISHES = {
     "--params": "train the largest model of up to N parameters, such as 5M",
     "--tokens": "train on N tokens, such as 100M",
 }
-FLAGS = (*WISHES, "--data")
 
 
 @prints_errors_as("quick")
@@ -51,6 +50,16 @@ def main() -> int:
     words += overrides  # the user's settings come last and win
     say(f"to resume the run: {shlex.join(['python', *words])}")
     os.execv(sys.executable, [sys.executable, *words])
+
+
+def is_meant_by(words: list[str]) -> bool:
+    """Return True if arguments of `train` choose a run, as they could before; print the command."""
+    flags = {word.partition("=")[0] for word in words}
+    if flags.isdisjoint([*WISHES, "--data"]):
+        return False
+    command = shlex.join(["parallel3d", "quick", *words])
+    say(f"choosing a run is a command of its own, which runs now: {command}")
+    return True
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shlex
 import sys
 from contextlib import closing
 from functools import partial
@@ -27,57 +26,36 @@ def train(
 ) -> int:
     """Train from a resolved config to the closing summary; return the exit code."""
     # These load DeepSpeed, which is slow; an invalid config has been refused before.
-    from parallel3d.checkpoint.save import Saver
     from parallel3d.engine import EngineSettings
     from parallel3d.engine.selftest import self_test
     from parallel3d.train.assembly import assemble
-    from parallel3d.train.known_hardware import peak
     from parallel3d.train.observers import observed_trainer
     from parallel3d.train.output import Output, print_placement, print_summary, summarise
-    from parallel3d.train.profiler import Profiler
+    from parallel3d.train.saving import saver_of
     from parallel3d.train.start import find_start, restore
 
     console = Console(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
     start = find_start(config, mesh, claimed, console, guards.open_places)
-    config = start.config
-    settings = EngineSettings.from_config(config)
+    settings = EngineSettings.from_config(start.config)
     self_test(settings, mesh, console.print)
-    parts = assemble(config, mesh, say=console.print, settings=settings)
-    print_placement(console, config, parts)
+    parts = assemble(start.config, mesh, say=console.print, settings=settings)
+    print_placement(console, start.config, parts)
     restore(start, mesh, parts)
     with closing(Output(start, mesh, console)) as output:
-        if mesh.rank == 0:
-            guards.leave_memory(start)
-        saver = Saver(
-            parts.engine,
-            mesh,
-            parts.layers,
-            start.places,
-            asynchronous=config.checkpoint.asynchronous,
-            say=console.print,
-        )
-        peak_name, peak_flops = peak(config, mesh)
-        chosen = config.parallel3d.train.profile
-        profiler = Profiler(chosen, mesh, parts.executor, run=start.folder) if chosen else None
+        guards.leave_memory(start, mesh)
+        saver = saver_of(start, mesh, parts, console.print)
         stop.hold(start.folder if mesh.rank == 0 else None, output.close)
-        result = observed_trainer(
-            start,
-            mesh,
-            parts,
-            peak_flops=peak_flops,
-            writer=output.writer,
-            progress=output.progress,
-            profiler=profiler,
-            saver=saver,
-            stop=stop,
-            guards=guards.observers_of(start, mesh, parts),
-        ).run()
+        watching = guards.observers_of(start, mesh, parts)
+        trainer = observed_trainer(
+            start, mesh, parts, output=output, saver=saver, stop=stop, guards=watching
+        )
+        result = trainer.run()
         output.finish(result, parts.engine)
     parts.engine.close()
-    summary = summarise(start, result, peak_name, is_said=mesh.rank == 0)
-    print_summary(summary, console, command_to_go_on(config, start.folder))
+    summary = summarise(start, result, output.peak_name, is_said=mesh.rank == 0)
+    print_summary(summary, console, command_to_go_on(start.config, start.folder))
     if as_json and mesh.rank == 0:
         print(json.dumps(summary.to_json()))
     return STOPPED if result.stopped else DONE
@@ -107,10 +85,7 @@ def run(
 
 def main() -> NoReturn:
     """Run the command `train`, and exit with its code; only rank 0 prints."""
-    words = sys.argv[1:]
-    if any(word.partition("=")[0] in quick.FLAGS for word in words):  # for one release
-        command = shlex.join(["parallel3d", "quick", *words])
-        ending.say(f"choosing a run is a command of its own, which runs now: {command}")
+    if quick.is_meant_by(sys.argv[1:]):
         sys.exit(quick.main())
     args, overrides = parse_args()
     end_with(partial(run, args, overrides))
@@ -121,15 +96,10 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(__doc__, help_text())
     parser.add_config(required=False)
     parser.add_json()
-    parser.add_argument(
-        "--dry-run",
-        type=whole_number(0),
-        nargs="?",
-        const=0,
-        metavar="DEVICES",
-        help="print mesh, memory, time and checkpoint size without training",
-    )
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
+    add = parser.add_argument
+    text = "print mesh, memory, time and checkpoint size without training"
+    add("--dry-run", type=whole_number(0), nargs="?", const=0, metavar="DEVICES", help=text)
+    add("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()
     if args.config is None:
         parser.error("--config: is missing; add it, or let `parallel3d quick --minutes 20` choose")

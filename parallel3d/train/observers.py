@@ -15,8 +15,8 @@ from parallel3d.train.feed import Feed
 from parallel3d.train.gradient_noise import GradientNoise
 from parallel3d.train.metrics import MetricsWriter
 from parallel3d.train.observer import Observer
+from parallel3d.train.output import Output
 from parallel3d.train.profiler import Profiler, StepWatch
-from parallel3d.train.progress import Progress
 from parallel3d.train.reporter import FirstStep, Reporter
 from parallel3d.train.rewinding import Rewinder
 from parallel3d.train.saving import Saving
@@ -31,10 +31,8 @@ def observed_trainer(
     mesh: Mesh,
     parts: Assembly,
     *,
-    peak_flops: float | None = None,
+    output: Output | None = None,
     writer: MetricsWriter | None = None,
-    progress: Progress | None = None,
-    profiler: Profiler | None = None,
     saver: Saver | None = None,
     stop: StopRequest | None = None,
     guards: Sequence[Observer] = (),
@@ -43,13 +41,15 @@ def observed_trainer(
 
     The list below is the order of their collectives.
 
-    - `peak_flops`: of a device, per second; without it MFU is not reported.
-    - `writer`, `progress`: only on the rank that reports.
+    - `output`: the run's; without it no progress is shown and nothing is profiled.
+    - `writer`: of metrics without an output, on the rank that reports.
     - `saver`: without one nothing is saved.
     - `guards`: further observers, which check a step before anything is decided by its numbers.
     """
     config = start.config
     train = config.train
+    writer = output.writer if output else writer
+    progress = output.progress if output else None
     say = progress.say if progress else _ignore
     stop = stop or StopRequest()
     feed = Feed(config, mesh, start.corpus, parts.schedule)
@@ -59,8 +59,8 @@ def observed_trainer(
     if saver:
         saving = Saving(config, saver, RunState(config, start.corpus), stop, bad.state)
     observers: list[Observer] = []
-    if profiler:
-        observers.append(profiler)
+    if output and train.profile:
+        observers.append(Profiler(train.profile, mesh, parts.executor, run=start.folder))
     observers += [StepWatch(config, mesh, parts, say=say), FirstStep(config, mesh, say)]
     if train.check_bits.every:
         observers.append(CopyCheck(train.check_bits.every, mesh, parts, start.position))
@@ -79,7 +79,7 @@ def observed_trainer(
             parts,
             feed,
             position=start.position,
-            peak_flops=peak_flops,
+            peak_flops=output.peak_flops if output else None,
             writer=writer,
             progress=progress,
             saving=saving,

@@ -32,7 +32,7 @@ from parallel3d.train.assembly import Assembly
 from parallel3d.train.claim import Attempts, written_to
 from parallel3d.train.digests import DIGESTS
 from parallel3d.train.evaluation import HELD_OUT
-from parallel3d.train.known_hardware import known_hardware
+from parallel3d.train.known_hardware import known_hardware, peak
 from parallel3d.train.metrics import MetricsWriter, Result, forget_after, step_reached
 from parallel3d.train.progress import Progress, in_words, percent
 from parallel3d.train.start import Start
@@ -237,6 +237,8 @@ class Output:
             self.progress = Progress(config.num_steps, config.steps_per_print, console, step)
             trackers = Trackers(config, self.directory, step=step, say=self.progress.say)
             self.writer = MetricsWriter(self.directory, trackers, self.progress.say)
+        # What MFU is relative to.
+        self.peak_name, self.peak_flops = peak(config, mesh)
 
     def _begin(self) -> None:
         start = self._start

@@ -8,10 +8,25 @@ from parallel3d.checkpoint.on_disk import MOST_FAILURES
 from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.state import RunState
 from parallel3d.config import CompleteConfig
+from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
+from parallel3d.train.assembly import Assembly
 from parallel3d.train.ending import StopRequest
 from parallel3d.train.metrics import Result
 from parallel3d.train.observer import Observer, Step, is_due
+from parallel3d.train.start import Start
+
+
+def saver_of(start: Start, mesh: Mesh, parts: Assembly, say: Callable[[str], None]) -> Saver:
+    """Return the saver that writes a run's checkpoints to its places. Collective."""
+    return Saver(
+        parts.engine,
+        mesh,
+        parts.layers,
+        start.places,
+        asynchronous=start.config.checkpoint.asynchronous,
+        say=say,
+    )
 
 
 class Saving(Observer):
