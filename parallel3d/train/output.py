@@ -28,11 +28,11 @@ from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.model.spec import count_params
 from parallel3d.plan.report.plan_table import parameters
 from parallel3d.tensor.attention import log_kernel
+from parallel3d.train import known_hardware
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.claim import Attempts, written_to
 from parallel3d.train.digests import DIGESTS
 from parallel3d.train.evaluation import HELD_OUT
-from parallel3d.train.known_hardware import known_hardware, peak
 from parallel3d.train.metrics import MetricsWriter, Result, forget_after, step_reached
 from parallel3d.train.progress import Progress, in_words, percent
 from parallel3d.train.start import Start
@@ -238,7 +238,7 @@ class Output:
             trackers = Trackers(config, self.directory, step=step, say=self.progress.say)
             self.writer = MetricsWriter(self.directory, trackers, self.progress.say)
         # What MFU is relative to.
-        self.peak_name, self.peak_flops = peak(config, mesh)
+        self.peak_name, self.peak_flops = known_hardware.peak(config, mesh)
 
     def _begin(self) -> None:
         start = self._start
@@ -255,7 +255,7 @@ class Output:
             replace_text(self.directory / "config.json", f"{resolved}\n")
             counted = {"training_tokens": len(start.corpus.train)}  # for fits of repeated data
             replace_text(self.directory / "corpus.json", f"{json.dumps(counted)}\n")
-            known = known_hardware(config, self._mesh.device)
+            known = known_hardware.known_hardware(config, self._mesh.device)
             record(
                 "launch",
                 step=step,
