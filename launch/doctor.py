@@ -30,7 +30,6 @@ def main() -> NoReturn:
         help="the run's config: its mesh and its folders (default: ds.json)",
     )
     parser.add_json()
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()
     end_with(lambda end, _: doctor(args, overrides, end.launch))
 

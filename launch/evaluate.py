@@ -78,7 +78,6 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     text = 'samples of each set, or "all" (default: train.evaluate_samples of the config)'
     add("--samples", type=number_of_samples, metavar="N", help=text)
     parser.add_json()
-    add("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     return parser.parse_known_args()
 
 

@@ -69,7 +69,6 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     add("--step", type=step, required=True, metavar="N", help="the step, counted from 1")
     add("--mesh", type=mesh_sizes, metavar="PPxDPxTP", help="another mesh than the run's")
     parser.add_json()
-    add("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     return parser.parse_known_args()
 
 

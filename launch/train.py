@@ -38,9 +38,8 @@ def train(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
     start = find_start(config, mesh, claimed, console, guards.open_places)
-    settings = EngineSettings.from_config(start.config)
-    self_test(settings, mesh, console.print)
-    parts = assemble(start.config, mesh, say=console.print, settings=settings)
+    self_test(EngineSettings.from_config(start.config), mesh, console.print)
+    parts = assemble(start.config, mesh, say=console.print)
     print_placement(console, start.config, parts)
     restore(start, mesh, parts)
     with closing(Output(start, mesh, console)) as output:
@@ -96,10 +95,9 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(__doc__, help_text())
     parser.add_config(required=False)
     parser.add_json()
-    add = parser.add_argument
     text = "print mesh, memory, time and checkpoint size without training"
-    add("--dry-run", type=whole_number(0), nargs="?", const=0, metavar="DEVICES", help=text)
-    add("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
+    number = whole_number(0)
+    parser.add_argument("--dry-run", type=number, nargs="?", const=0, metavar="DEVICES", help=text)
     args, overrides = parser.parse_known_args()
     if args.config is None:
         parser.error("--config: is missing; add it, or let `parallel3d quick --minutes 20` choose")

@@ -49,6 +49,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
+        self.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
 
     def error(self, message: str) -> NoReturn:
         """Print flag, rule and remedy without the usage, and exit with code 2."""
