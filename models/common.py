@@ -14,7 +14,7 @@ from parallel3d.model.config import ModelConfig, TransformerConfig
 from parallel3d.model.module_cost import AttentionCost
 from parallel3d.model.parametrization import Parametrization, Rate, Role, Scales, parametrization_of
 from parallel3d.model.spec import CostOf, CutOver, Init, LayerSpec, ParamSpec
-from parallel3d.model.transformer_cost import EmbeddingCost
+from parallel3d.model.transformer_cost import EmbeddingCost, HeadCost
 
 Positive = Annotated[int, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
@@ -73,7 +73,7 @@ def divisor_below(number: int, limit: int) -> int:
 
 
 class BiasedConfig(ModelSection):
-    """The settings that families of `biased_block`s share."""
+    """The settings that families of `biased_layers` share."""
 
     num_attention_heads: Positive
     """Attention heads per block; must divide hidden_size, and tp must divide it."""
@@ -84,6 +84,11 @@ class BiasedConfig(ModelSection):
     def inner_size(self) -> int:
         """Inner width of the MLP, resolved."""
         return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.hidden_size // self.num_attention_heads
 
     def _problems(self) -> Iterator[Problem]:
         return uneven_heads(self.num_attention_heads, self.hidden_size)
@@ -187,15 +192,25 @@ def fused_attention(config: ModelConfig) -> AttentionCost:
     return AttentionCost(heads, heads, size, fused_qkv=True, bias=True)
 
 
-def biased_block(config: TransformerConfig, number: int, cost: CostOf) -> LayerSpec:
-    """Return a block of two LayerNorms, fused q, k, v and an MLP, all with biases."""
+def biased_layers(config: TransformerConfig, first: LayerSpec, cost: CostOf) -> list[LayerSpec]:
+    """Return the layers of a model with LayerNorms, whose blocks have biases everywhere.
+
+    A block has two norms, fused q, k, v and an MLP.
+
+    - `first`: the embedding.
+    - `cost`: of a block.
+    """
     build = f"parallel3d.models.{config.family}.blocks:Block"
-    return LayerSpec(f"blocks.{number}", _biased_params(config), cost, build, config)
+    params = _biased_params(config)
+    numbers = range(config.num_hidden_layers)
+    blocks = [LayerSpec(f"blocks.{number}", params, cost, build, config) for number in numbers]
+    head_cost = HeadCost(config.hidden_size, vocab_size(config))
+    return [first, *blocks, head(config, layer_norm("norm", config.hidden_size), head_cost)]
 
 
 @lru_cache(maxsize=64)
 def _biased_params(config: TransformerConfig) -> tuple[ParamSpec, ...]:
-    """Return the parameters of each `biased_block`."""
+    """Return the parameters of each block of `biased_layers`."""
     hidden = config.hidden_size
     inner = config.inner_size
     normal, residual = weight_inits(config)

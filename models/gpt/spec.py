@@ -11,16 +11,14 @@ from pydantic import Field
 
 from parallel3d.model.module_cost import LAYER_NORM, MlpCost
 from parallel3d.model.spec import LayerSpec
-from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
+from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.models.common import (
     TP_0,
     BiasedConfig,
     Positive,
     Probability,
-    biased_block,
+    biased_layers,
     fused_attention,
-    head,
-    layer_norm,
     table,
     vocab_size,
 )
@@ -55,9 +53,7 @@ def layers(config: Config) -> list[LayerSpec]:
     )
     dropout = config.resid_pdrop > 0
     block = BlockCost(config.hidden_size, LAYER_NORM, modules, dropout=dropout)
-    blocks = [biased_block(config, i, block) for i in range(config.num_hidden_layers)]
-    cost = HeadCost(config.hidden_size, vocab_size(config))
-    return [_embedding(config), *blocks, head(config, layer_norm("norm", config.hidden_size), cost)]
+    return biased_layers(config, _embedding(config), block)
 
 
 def _embedding(config: Config) -> LayerSpec:

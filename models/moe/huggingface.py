@@ -71,7 +71,7 @@ def _own_settings(config: Config, chosen: str) -> dict[str, object]:
         return {"intermediate_size": config.expert_size}
     own: dict[str, object] = {
         "attention_bias": config.attention_bias,
-        "norm_topk_prob": _is_normed(config),
+        "norm_topk_prob": config.divides_weights,
     }
     if chosen == _OLMOE:
         return own | {"intermediate_size": config.expert_size}
@@ -178,11 +178,6 @@ def _class_of(config: Config) -> str:
     return _OLMOE if config.qk_norm_over == "width" else _QWEN3
 
 
-def _is_normed(config: Config) -> bool:
-    """True if the weights of a token's experts have the sum 1."""
-    return config.norm_topk_prob or config.router == "topk_softmax"
-
-
 def _unlike(config: Config, chosen: str) -> Iterator[str]:
     """Yield the settings that a class of transformers does not have."""
     has_shared = chosen in (_DOTS1, _GLM)
@@ -191,7 +186,7 @@ def _unlike(config: Config, chosen: str) -> Iterator[str]:
     if chosen == _OLMOE:
         head_size = config.hidden_size // config.num_attention_heads
     is_normed = config.norm_topk_prob
-    if chosen == _MIXTRAL and not _is_normed(config):
+    if chosen == _MIXTRAL and not config.divides_weights:
         is_normed = True
     needed: dict[str, object] = {
         "no_rope_layer_interval": None,

@@ -87,6 +87,11 @@ class Config(llama.Config):
         return sizes | {own: self.expert_size}
 
     @property
+    def divides_weights(self) -> bool:
+        """True if the weights of a token's experts have the sum 1."""
+        return self.norm_topk_prob or self.router == "topk_softmax"
+
+    @property
     def side_losses(self) -> dict[str, float]:
         """The coefficients of the side losses of a sparse layer, by name."""
         return {"balance": self.router_aux_loss_coef, "z": self.router_z_loss_coef}
@@ -184,10 +189,13 @@ def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
 def _block(config: Config, number: int) -> LayerSpec:
     if not config.is_sparse(number):
         return llama.dense_block(config, number)
-    size = config.expert_size
-    shared = config.n_shared_experts * config.expert_size
-    divided = config.norm_topk_prob or config.router == "topk_softmax"
-    cost = ExpertsCost(config.num_experts, config.num_experts_per_tok, size, divided, shared)
+    cost = ExpertsCost(
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.expert_size,
+        config.divides_weights,
+        config.n_shared_experts * config.expert_size,
+    )
     block = llama.block(config, number, _experts(config), cost)
     share = config.num_experts_per_tok / config.num_experts
     active = (("mlp.experts.gate_up", share), ("mlp.experts.down", share))

@@ -14,16 +14,13 @@ from pydantic import Field
 from parallel3d.base.section import Problem
 from parallel3d.model.module_cost import LAYER_NORM, MlpCost
 from parallel3d.model.spec import LayerSpec
-from parallel3d.model.transformer_cost import BlockCost, HeadCost
+from parallel3d.model.transformer_cost import BlockCost
 from parallel3d.models.common import (
     BiasedConfig,
     Positive,
-    biased_block,
+    biased_layers,
     fused_attention,
-    head,
-    layer_norm,
     token_embedding,
-    vocab_size,
 )
 
 
@@ -46,11 +43,6 @@ class Config(BiasedConfig):
     """Added to the variance in every LayerNorm."""
     tie_word_embeddings: bool = False
     """Share the weight of the output projection with the token embedding."""
-
-    @property
-    def head_size(self) -> int:
-        """Width of one head."""
-        return self.hidden_size // self.num_attention_heads
 
     @property
     def rotary_size(self) -> int:
@@ -79,7 +71,4 @@ def layers(config: Config) -> list[LayerSpec]:
     )
     parallel = config.use_parallel_residual
     block = BlockCost(config.hidden_size, LAYER_NORM, modules, parallel=parallel)
-    blocks = [biased_block(config, i, block) for i in range(config.num_hidden_layers)]
-    cost = HeadCost(config.hidden_size, vocab_size(config))
-    last = head(config, layer_norm("norm", config.hidden_size), cost)
-    return [token_embedding(config), *blocks, last]
+    return biased_layers(config, token_embedding(config), block)
