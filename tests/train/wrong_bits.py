@@ -18,8 +18,8 @@ from functools import cache
 import torch
 
 from parallel3d.extras.guard.recomputation import Recomputation
-from parallel3d.tensor import collectives
 from parallel3d.tensor.collectives import all_reduce
+from parallel3d.tensor.context import LayerContext
 from parallel3d.train.check_bits import WrongBits
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
@@ -105,17 +105,17 @@ class Planted:
                 for n, other in self.layers
                 if n.startswith("blocks")
             )
-        before = collectives.start_all_reduce
+        note_part = LayerContext.note_part
         row = self.draw.choice(rows)
         inside = []
 
-        def spoiled(x, *args, **options):
+        def spoiled(context, part):
             if inside and self.is_now():
-                self.hit(x, name)
-            return before(x, *args, **options)
+                self.hit(part, name)
+            note_part(context, part)
 
-        collectives.start_all_reduce = spoiled
-        self.until.callback(setattr, collectives, "start_all_reduce", before)
+        LayerContext.note_part = spoiled
+        self.until.callback(setattr, LayerContext, "note_part", note_part)
         self.until.enter_context(row.register_forward_pre_hook(lambda *_: inside.append(1)))
         self.until.enter_context(row.register_forward_hook(lambda *_: inside.clear()))
 
