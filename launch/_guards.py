@@ -1,9 +1,10 @@
 """Imports of `parallel3d/extras/guard` by a run that wants it, and by no other run."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from parallel3d.base.say import Say
 
 if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the folder are checked
     from parallel3d.checkpoint.places import Place
@@ -20,7 +21,7 @@ def open_places(
     mesh: "Mesh",
     nodes: "Nodes",
     folder: Path,
-    say: Callable[[str], None],
+    say: Say,
 ) -> "list[Place]":
     """Return the places besides the disk to which the run in `folder` saves. Collective."""
     if not settings.in_memory_every:

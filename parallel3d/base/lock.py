@@ -24,6 +24,8 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ValidationError
 
+from parallel3d.base.say import Say
+
 BEAT = 2.0  # seconds between two heartbeats
 MISSED = 15  # missed heartbeats after which a holder on another machine counts as dead
 _NAP = 0.25  # seconds between two reads of a lock
@@ -108,7 +110,7 @@ class Lock:
         self._ended = threading.Event()
         self._heart: threading.Thread | None = None
 
-    def take(self, say: Callable[[str], None] = lambda text: None) -> None:
+    def take(self, say: Say = lambda text: None) -> None:
         """Take the lock.
 
         If the holder is on another machine, waits for its heartbeat and reports that by `say`.

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.base.errors import CheckpointError
+from parallel3d.base.reader import JsonObject
 from parallel3d.checkpoint.safe_files import is_count, open_file, parse_object
 
 
@@ -287,7 +288,7 @@ class Chunk(NamedTuple):
 
 def header(chunks: Sequence[Chunk]) -> bytes:
     """Return the header of a safetensors file of these chunks, whose bytes follow in this order."""
-    tensors: dict[str, dict[str, object]] = {}
+    tensors: dict[str, JsonObject] = {}
     at = 0
     for chunk in chunks:
         end = at + _ITEM * chunk.box.numel
@@ -371,7 +372,7 @@ def _parse(file: ArrayFile) -> dict[Chunk, int]:
     return chunks
 
 
-def _tensors(tensors: dict[str, object]) -> list[tuple[Chunk, tuple[int, int]]]:
+def _tensors(tensors: JsonObject) -> list[tuple[Chunk, tuple[int, int]]]:
     """Return a header's chunks with their data offsets; raises ValueError if numbers do not fit."""
     chunks = []
     for key, entry in tensors.items():

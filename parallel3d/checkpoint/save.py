@@ -7,7 +7,7 @@ says when to save.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -19,6 +19,7 @@ import numpy as np
 from rich.filesize import decimal
 
 from parallel3d.base.errors import TrainingError
+from parallel3d.base.say import Say
 from parallel3d.checkpoint import chunk_runs, disk, free_space
 from parallel3d.checkpoint.chunk_runs import HostCopy, copy_bytes
 from parallel3d.checkpoint.chunks import header
@@ -54,7 +55,7 @@ class Saver:
         places: Sequence[Place],
         *,
         asynchronous: bool = True,
-        say: Callable[[str], None] = _log.warning,
+        say: Say = _log.warning,
     ) -> None:
         """Create a saver. Collective.
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from parallel3d.base.errors import CheckpointError
 from parallel3d.base.masking import mask
-from parallel3d.base.reader import value_at
+from parallel3d.base.reader import JsonObject, value_at
+from parallel3d.base.say import Say
 from parallel3d.base.section import ABSENT
 from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import CompleteConfig
@@ -71,7 +72,7 @@ class RunState:
             "mesh": _mesh(config),
         }
 
-    def at(self, position: Position) -> dict[str, object]:
+    def at(self, position: Position) -> JsonObject:
         """Return the run's state at a position, as `Saver.save` takes it."""
         done = position.step >= self._config.num_steps
         next_lr = None if done else rate(self._config, position.step, position.next_sample)
@@ -86,9 +87,7 @@ class RunState:
             "random": {"seed": self._config.train.seed, "next_step": position.step},
         }
 
-    def position_in(
-        self, state: Mapping[str, Any], path: Path, say: Callable[[str], None]
-    ) -> Position:
+    def position_in(self, state: Mapping[str, Any], path: Path, say: Say) -> Position:
         """Return the position at which this run resumes from a checkpoint.
 
         - `state`: the checkpoint's state.json.
@@ -166,7 +165,7 @@ def changes(
             yield mask(f"{shown} {json.dumps(old)} -> {json.dumps(new)}")
 
 
-def _mesh(config: CompleteConfig) -> dict[str, object]:
+def _mesh(config: CompleteConfig) -> JsonObject:
     zero = config.zero_optimization
     pipeline = config.parallel3d.pipeline
     return {

@@ -10,6 +10,7 @@ import numpy as np
 
 from parallel3d.base.atomic import rename, sync
 from parallel3d.base.errors import DataError
+from parallel3d.base.reader import JsonObject
 from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.data.ids import megatron
 from parallel3d.data.ids.id_file import BLOCK, INTEGERS, blocks
@@ -19,7 +20,7 @@ UINT16_LIMIT = 65500
 CODE = {name: code for code, name in megatron.CODES.items()}
 
 
-def export_megatron(corpus: Corpus, prefix: str) -> list[dict[str, object]]:
+def export_megatron(corpus: Corpus, prefix: str) -> list[JsonObject]:
     """Write PREFIX.bin and PREFIX.idx, for a mixture PREFIX_0.bin and so on.
 
     Each document is a sequence that ends with end-of-text. Training documents come first; passing
@@ -43,7 +44,7 @@ def export_megatron(corpus: Corpus, prefix: str) -> list[dict[str, object]]:
         ) from error
 
 
-def _write(corpus: Corpus, prefix: str) -> dict[str, object]:
+def _write(corpus: Corpus, prefix: str) -> JsonObject:
     streams = corpus.stream("train"), corpus.stream("held_out")
     dtype = INTEGERS["uint16" if corpus.vocab_size < UINT16_LIMIT else "int32"]
     lengths = np.concatenate([np.diff(stream.bounds) for stream in streams])

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
+from parallel3d.base.say import Say
 from parallel3d.engine import op_builds, swap
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.quirks import core, experts, fp16, nvme
@@ -43,7 +44,7 @@ def building(
     settings: EngineSettings,
     mesh: Mesh,
     *,
-    say: Callable[[str], None] = _log.info,
+    say: Say = _log.info,
     beside: nn.Parameter | None = None,
 ) -> AbstractContextManager[None]:
     """Return the context in which a stage's modules are constructed.
@@ -112,7 +113,7 @@ def with_swap_folder(
     settings: EngineSettings,
     part: Literal["offload_optimizer", "offload_param"],
     mesh: Mesh,
-    say: Callable[[str], None],
+    say: Say,
 ) -> EngineSettings:
     """Load async_io for the NVMe offload of `part`, and return the settings with its new folder."""
     op_builds.load_async_io(mesh, say)

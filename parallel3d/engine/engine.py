@@ -14,6 +14,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.say import Say
 from parallel3d.config.deepspeed import OffloadOptimizerConfig, OffloadParamConfig
 from parallel3d.engine import op_builds, swap
 from parallel3d.engine.construction import building, model_parallel_unit, with_swap_folder
@@ -93,7 +94,7 @@ class Engine:
         settings: EngineSettings,
         *,
         mesh: Mesh,
-        say: Callable[[str], None] = _log.info,
+        say: Say = _log.info,
         owners: tuple[int, int] = (0, -1),
         layers: Layers | None = None,
     ) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.say import Say
 from parallel3d.engine.quirks import core, nvme
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
@@ -42,7 +42,7 @@ class _BuildLock(FileBaton):
             time.sleep(self.wait_seconds)
 
 
-def load_cpu_adam(mesh: Mesh, say: Callable[[str], None]) -> bool:
+def load_cpu_adam(mesh: Mesh, say: Say) -> bool:
     """Compile or load DeepSpeed's CPU Adam; return False if it cannot be compiled.
 
     One rank of each node goes first, and all ranks return the same. Without CPU Adam, torch's Adam
@@ -54,7 +54,7 @@ def load_cpu_adam(mesh: Mesh, say: Callable[[str], None]) -> bool:
     return not problem
 
 
-def use_host_threads(device: torch.device, local_size: int, say: Callable[[str], None]) -> None:
+def use_host_threads(device: torch.device, local_size: int, say: Say) -> None:
     """Let Adam on the host of an accelerator use this rank's share of the node's cores.
 
     Without OMP_NUM_THREADS every rank would use all cores. A user's number is respected; 1 under
@@ -70,7 +70,7 @@ def use_host_threads(device: torch.device, local_size: int, say: Callable[[str],
         say(f"threads per rank for Adam on the host: {threads}")
 
 
-def load_async_io(mesh: Mesh, say: Callable[[str], None]) -> None:
+def load_async_io(mesh: Mesh, say: Say) -> None:
     """Compile or load DeepSpeed's async_io; collective.
 
     Raise ConfigError on all ranks if it cannot be compiled on one.
@@ -85,7 +85,7 @@ def load_async_io(mesh: Mesh, say: Callable[[str], None]) -> None:
     nvme.refuse_unlockable_memory(AsyncIOBuilder().load(verbose=False).aio_handle)
 
 
-def _load_everywhere(builders: list[type], mesh: Mesh, say: Callable[[str], None]) -> str:
+def _load_everywhere(builders: list[type], mesh: Mesh, say: Say) -> str:
     """Load operators on all ranks, one rank of each node first; return the problem, or ""."""
     problem = ""
     with mesh.one_at_a_time() as first:
@@ -106,7 +106,7 @@ def _reason(error: Exception) -> str:
     return next(errors, lines[0] if lines else repr(error))[:300]
 
 
-def _load(builder: Any, say: Callable[[str], None]) -> None:
+def _load(builder: Any, say: Say) -> None:
     core.read_cpu_info_from_proc()
     name = builder.name
     if not installed_ops.get(name):

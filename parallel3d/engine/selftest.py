@@ -5,7 +5,6 @@ docs/deepspeed.md, which would otherwise show only as a slightly wrong loss curv
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import deepspeed
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.base.errors import TrainingError
+from parallel3d.base.say import Say
 from parallel3d.engine.construction import building, writing
 from parallel3d.engine.engine import Engine
 from parallel3d.engine.engine_settings import EngineSettings
@@ -82,7 +82,7 @@ def _plain(w: dict[str, Tensor], x: Tensor) -> Tensor:
     return x + inner @ w["down.weight"].T + w["down.bias"]
 
 
-def self_test(settings: EngineSettings, mesh: Mesh, say: Callable[[str], None] = _log.info) -> None:
+def self_test(settings: EngineSettings, mesh: Mesh, say: Say = _log.info) -> None:
     """Compare two steps (F0 F1 B0 B1) on a toy stage with plain PyTorch; takes half a second.
 
     The steps use the run's own settings. The first runs backward from an output gradient, as a
@@ -132,7 +132,7 @@ def _scaled_down(settings: EngineSettings) -> EngineSettings:
 
 
 def _run(
-    settings: EngineSettings, mesh: Mesh, say: Callable[[str], None]
+    settings: EngineSettings, mesh: Mesh, say: Say
 ) -> tuple[list[float], dict[str, tuple[Cut, Tensor]]]:
     specs = _specs(settings, mesh)
     with building(settings, mesh, say=say):

@@ -1,7 +1,7 @@
 """Generate text from a trained model with the decoding of transformers."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from parallel3d.base.errors import ConfigError, TrainingError, first_line
+from parallel3d.base.say import Say
 from parallel3d.data.sources import no_progress
 from parallel3d.huggingface.conversion import export, loaded, quiet
 from parallel3d.huggingface.source import CheckpointSource
 from parallel3d.huggingface.weight_files import WeightFiles
-
-Say = Callable[[str], None]
 
 
 @contextmanager

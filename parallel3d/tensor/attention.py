@@ -1,6 +1,5 @@
 """Causal attention over the heads of a tensor-parallel rank, and the choice of its kernel."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -8,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
+from parallel3d.base.say import Say
 from parallel3d.config.arithmetic import block_tokens
 from parallel3d.model.module_cost import BLOCK
 from parallel3d.tensor.context import LayerContext
@@ -108,7 +108,7 @@ def describe_kernel(kernel: SDPBackend) -> str:
 
 def log_kernel(
     stages: nn.Module,
-    say: Callable[[str], None],
+    say: Say,
     *,
     batch: int,
     seq: int,

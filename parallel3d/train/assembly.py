@@ -2,10 +2,10 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from parallel3d import models
+from parallel3d.base.say import Say
 from parallel3d.config import CompleteConfig
 from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig
 from parallel3d.engine import Engine, EngineSettings
@@ -50,7 +50,7 @@ def assemble(
     config: CompleteConfig,
     mesh: Mesh,
     *,
-    say: Callable[[str], None] = _log.info,
+    say: Say = _log.info,
     seed: int | None = None,
 ) -> Assembly:
     """Build a resolved config's stages, engine and executors on this rank of `mesh`.

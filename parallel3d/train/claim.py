@@ -6,7 +6,7 @@ it, which only rank 0 reads and writes.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -18,6 +18,7 @@ from typing import Any
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.base.lock import Lock, LockHeld, read
+from parallel3d.base.say import Say
 from parallel3d.base.section import Section
 from parallel3d.config import ResolvedConfig, RunConfig
 from parallel3d.config.run import digest_of
@@ -92,9 +93,7 @@ def check_restarts(config: RunConfig, launch: Launch) -> None:
         )
 
 
-def claim(
-    requested: RunConfig, config: RunConfig, launch: Launch, say: Callable[[str], None]
-) -> Claim:
+def claim(requested: RunConfig, config: RunConfig, launch: Launch, say: Say) -> Claim:
     """Claim the folder in which a run resumes, or a new one; called on rank 0 of a launch.
 
     `requested` is the config as it was read, `config` the one resolved for the launched ranks.
@@ -134,7 +133,7 @@ def written_to(folder: Path) -> Iterator[None]:
 
 
 def _find(
-    config: RunConfig, launch: Launch, directory: Path, same: str, say: Callable[[str], None]
+    config: RunConfig, launch: Launch, directory: Path, same: str, say: Say
 ) -> tuple[Path, Lock]:
     chosen = config.parallel3d.run.name
     resume = config.parallel3d.checkpoint.resume

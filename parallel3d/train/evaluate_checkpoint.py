@@ -1,7 +1,7 @@
 """Evaluate a checkpoint of an earlier run, on any mesh."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from parallel3d.base import reader
 from parallel3d.base.errors import CheckpointError, ConfigError
+from parallel3d.base.say import Say
 from parallel3d.checkpoint.load import load_weights
 from parallel3d.checkpoint.manifest import STATE, TOKENIZER, read_state
 from parallel3d.checkpoint.on_disk import verify_on_all_ranks
@@ -159,7 +160,7 @@ def evaluate(
         return evaluation.run()
 
 
-def refuse_other_text(source: FoundCheckpoint, corpus: Corpus, say: Callable[[str], None]) -> None:
+def refuse_other_text(source: FoundCheckpoint, corpus: Corpus, say: Say) -> None:
     """Raise CheckpointError if the tokenizer or the rule of the split is not the checkpoint's.
 
     Warns by `say` if the corpus is another one.

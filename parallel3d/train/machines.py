@@ -1,13 +1,14 @@
 """Checks of a run's machines before it starts: one config, one folder, enough memory."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 import torch
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.say import Say
 from parallel3d.checkpoint.state import changes
 from parallel3d.config import RunConfig
 from parallel3d.engine.swap import check_writable
@@ -56,7 +57,7 @@ def refuse_unshared(folder: Path, directory: str, mesh: Mesh, nodes: Nodes) -> N
     agree(mesh, look)
 
 
-def check_machine(config: RunConfig, mesh: Mesh, nodes: Nodes, say: Callable[[str], None]) -> None:
+def check_machine(config: RunConfig, mesh: Mesh, nodes: Nodes, say: Say) -> None:
     """Raise ConfigError on all ranks if the run cannot fit, or its NVMe folders are not writable.
 
     Called before the corpus and the model, which take long. Warns if a tp group spans hosts.

@@ -8,7 +8,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,7 +17,8 @@ import torch
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.journal import record
-from parallel3d.base.reader import flat
+from parallel3d.base.reader import JsonObject, flat
+from parallel3d.base.say import Say
 from parallel3d.base.step_lines import METRICS, finite, newest, parsed
 from parallel3d.train.digests import DIGESTS
 from parallel3d.train.evaluation import HELD_OUT, Losses
@@ -93,10 +94,10 @@ def numbers_of(line: Mapping[str, object]) -> dict[str, float]:
     return {name: x for name, x in values if isinstance(x, int | float) and name != "step"}
 
 
-def _in_json(validation: Losses) -> dict[str, object]:
+def _in_json(validation: Losses) -> JsonObject:
     """Return the keys that an evaluation adds to a line."""
     sets = {name: loss.to_json() for name, loss in validation.items()}
-    values: dict[str, object] = {}
+    values: JsonObject = {}
     if HELD_OUT in sets:
         values["held_out_loss"] = sets[HELD_OUT]["loss"]
     if sets:
@@ -137,9 +138,7 @@ class MetricsWriter:
     `say`. Raises OSError if the file cannot be created.
     """
 
-    def __init__(
-        self, directory: Path, trackers: Trackers | None = None, say: Callable[[str], None] = print
-    ) -> None:
+    def __init__(self, directory: Path, trackers: Trackers | None = None, say: Say = print) -> None:
         self.path = directory / METRICS
         self._trackers = trackers
         self._say = say

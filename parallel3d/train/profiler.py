@@ -20,7 +20,7 @@ difference over a few barriers, which end at about the same moment on all ranks.
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +31,7 @@ import torch
 from torch.profiler import profile, supported_activities
 
 from parallel3d.base.mesh_sizes import AXES, WITHOUT_CP
+from parallel3d.base.say import Say
 from parallel3d.config import CompleteConfig
 from parallel3d.config.parallel3d_block import ProfileConfig
 from parallel3d.mesh.agree import gather_json
@@ -211,9 +212,7 @@ class StepWatch(Observer):
 
     collectives = "all_gather of times or traffic, after the steps that are printed"
 
-    def __init__(
-        self, config: CompleteConfig, mesh: Mesh, parts: Assembly, *, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: CompleteConfig, mesh: Mesh, parts: Assembly, *, say: Say) -> None:
         self._config = config
         self._mesh = mesh
         self._parts = parts

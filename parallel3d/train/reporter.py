@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from statistics import fmean, stdev
 from typing import Any
@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from parallel3d.base.journal import record
+from parallel3d.base.say import Say
 from parallel3d.checkpoint.state import Position
 from parallel3d.config import CompleteConfig
 from parallel3d.mesh.mesh import Mesh
@@ -29,7 +30,7 @@ from parallel3d.train.saving import Saving
 class FirstStep(Observer):
     """Notes how long a launch took to its first step, and what was compiled for it."""
 
-    def __init__(self, config: CompleteConfig, mesh: Mesh, say: Callable[[str], None]) -> None:
+    def __init__(self, config: CompleteConfig, mesh: Mesh, say: Say) -> None:
         self._compiles = config.train.compile
         self._records = mesh.rank == 0
         self._say = say

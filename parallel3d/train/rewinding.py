@@ -1,10 +1,11 @@
 """Going back to the newest checkpoint of a run, because a step cannot be used."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from parallel3d.base.errors import TrainingError
 from parallel3d.base.journal import record
+from parallel3d.base.say import Say
 from parallel3d.checkpoint.find import find_newest
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import Saver
@@ -29,7 +30,7 @@ class Rewinder:
         parts: Assembly,
         *,
         saver: Saver | None,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self._start = start
         self._mesh = mesh

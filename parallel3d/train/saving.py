@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from parallel3d.base.errors import TrainingError
+from parallel3d.base.say import Say
 from parallel3d.checkpoint.on_disk import MOST_FAILURES
 from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.state import RunState
@@ -17,7 +18,7 @@ from parallel3d.train.observer import Observer, Step, is_due
 from parallel3d.train.start import Start
 
 
-def saver_of(start: Start, mesh: Mesh, parts: Assembly, say: Callable[[str], None]) -> Saver:
+def saver_of(start: Start, mesh: Mesh, parts: Assembly, say: Say) -> Saver:
     """Return the saver that writes a run's checkpoints to its places. Collective."""
     return Saver(
         parts.engine,

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parallel3d.base.journal import open_journal
+from parallel3d.base.say import Say
 from parallel3d.checkpoint import free_space
 from parallel3d.checkpoint.find import find_named, find_newest
 from parallel3d.checkpoint.load import load
@@ -34,7 +35,6 @@ from parallel3d.train.machines import check_machine, refuse_drift, refuse_unshar
 from parallel3d.train.metrics import step_reached
 from parallel3d.train.open_corpus import open_corpus
 
-Say = Callable[[str], None]
 OpenPlaces = Callable[[CheckpointConfig, Mesh, Nodes, Path, Say], Sequence[Place]]
 """Opens places of the run in a folder, and says which ones. Collective."""
 

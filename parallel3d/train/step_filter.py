@@ -1,12 +1,13 @@
 """The observer that leaves out bad steps: skipped, rewound, or the end of the run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
 from torch import Tensor
 
 from parallel3d.base.errors import TrainingError
+from parallel3d.base.say import Say
 from parallel3d.checkpoint.state import Position
 from parallel3d.config import CompleteConfig
 from parallel3d.mesh.mesh import Mesh
@@ -33,7 +34,7 @@ class StepFilter(Observer):
         mesh: Mesh,
         bad: BadSteps,
         rewinder: Rewinder,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self._config = config
         self._mesh = mesh

@@ -8,13 +8,14 @@ get these blocks, so nothing is opened twice. The process that constructs `Track
 import csv
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from parallel3d.base.atomic import replace_text
-from parallel3d.base.reader import flat
+from parallel3d.base.reader import JsonObject, flat
+from parallel3d.base.say import Say
 from parallel3d.config import CompleteConfig
 
 Values = Mapping[str, float]
@@ -48,9 +49,7 @@ class Trackers:
     later steps are removed from trackers that allow it.
     """
 
-    def __init__(
-        self, config: CompleteConfig, directory: Path, *, step: int, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: CompleteConfig, directory: Path, *, step: int, say: Say) -> None:
         self._say = say
         self._settings = requested_trackers(config)
         self._running: dict[str, Any] = {}
@@ -116,11 +115,11 @@ def make(name: str, config: CompleteConfig, directory: Path, step: int) -> Any:
     return tracker
 
 
-def _arguments(name: str, config: CompleteConfig, directory: Path, step: int) -> dict[str, object]:
+def _arguments(name: str, config: CompleteConfig, directory: Path, step: int) -> JsonObject:
     """Return the arguments of accelerate's class; `run_name` is the project of most trackers."""
     run = directory.name
     environ = os.environ
-    arguments: dict[str, dict[str, object]] = {
+    arguments: dict[str, JsonObject] = {
         "tensorboard": {"run_name": name, "logging_dir": str(directory), "purge_step": step + 1},
         "wandb": {
             "run_name": environ.get("WANDB_PROJECT", PROJECT),
@@ -140,7 +139,7 @@ def _arguments(name: str, config: CompleteConfig, directory: Path, step: int) ->
     comet = config.comet
     keys = ("workspace", "api_key", "experiment_key", "online", "mode")
     of_comet = {key: getattr(comet, key) for key in keys}
-    blocks: dict[str, dict[str, object]] = {
+    blocks: dict[str, JsonObject] = {
         "tensorboard": {"run_name": board.job_name, "logging_dir": board.output_path},
         "wandb": {"run_name": wandb.project, "group": wandb.group, "entity": wandb.team},
         "comet": {"run_name": comet.project}

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from parallel3d.base.reader import JsonObject
 from parallel3d.checkpoint import chunk_runs, chunks, disk
 from parallel3d.checkpoint.find import find_named
 from parallel3d.checkpoint.load import load
@@ -106,7 +107,7 @@ class RankFindings:
     weights: WeightErrors
     others: dict[str, float]
     """More of `ReferenceErrors`, by name."""
-    counters: dict[str, object]
+    counters: JsonObject
     """Adam's and the loss scaler's after the last step."""
     masks: Masks | None
 
@@ -117,9 +118,9 @@ def checked(
     task: CaseTask,
     *,
     function: Callable[..., RankFindings] | None = None,
-    counters: dict[str, object] | None = None,
+    counters: JsonObject | None = None,
     timeout: float = 300,
-) -> tuple[ReferenceErrors, dict[str, object]]:
+) -> tuple[ReferenceErrors, JsonObject]:
     """Run `check` on every rank of a resolved config's mesh; return its errors and counters.
 
     - `function`: called on each rank in place of `check`

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import MeshSizes
+from parallel3d.base.reader import JsonObject
 from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.model import optimizers
 from parallel3d.model.config import HasKeyValueHeads, ModelConfig
@@ -209,7 +210,7 @@ def _on_mesh(raw: dict[str, Any], mesh: MeshSizes, microbatches: int, batch: int
 
 def _small_model(
     model: ModelConfig, stages: int, tp_sizes: list[int], extent: Extent
-) -> dict[str, object]:
+) -> JsonObject:
     """Return small sizes under the names of Hugging Face's configs; other settings stay.
 
     A family's `small` in its spec.py has the last word on its own settings.
@@ -228,7 +229,7 @@ def _small_model(
                 kv_heads = count
                 break
         heads = kv_heads * queries
-    small: dict[str, object] = {
+    small: JsonObject = {
         "hidden_size": heads * HEAD_SIZE,
         "num_attention_heads": heads,
         # With the embedding and the head, one layer more than the stages divide evenly.

@@ -10,6 +10,7 @@ from rich.console import Console
 from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.base.mesh_sizes import MeshSizes
+from parallel3d.base.reader import JsonObject
 from parallel3d.config import RunConfig
 from parallel3d.config.data import weight_changes
 from parallel3d.model.parametrization import parametrization_of
@@ -165,7 +166,7 @@ _COLUMNS = ("mesh", "loss", "gradient norm", "weights", "evaluation", "")
 
 def verify(
     config: RunConfig, meshes: Sequence[MeshSizes], folder: Path, console: Console, chosen: bool
-) -> dict[str, object]:
+) -> JsonObject:
     """Compare each mesh with the reference, print a line for each, and return the JSON report.
 
     A mesh that cannot run the config is skipped with the reason; if it was `chosen` by the user,
@@ -205,8 +206,8 @@ def verify(
     ]
     tasks.append((resumed, CaseTask(resumes=folder)))
     tasks.append((min(runnable, key=lambda mesh: (mesh.tp == 1, mesh.ranks)), LONG_TASK))
-    cases: list[dict[str, object]] = []
-    counters: dict[str, object] | None = None
+    cases: list[JsonObject] = []
+    counters: JsonObject | None = None
     for mesh, task in tasks:
         raised = ""
         run = small[mesh]
@@ -259,7 +260,7 @@ def _case(
     mesh: MeshSizes,
     errors: ReferenceErrors,
     tolerance: Tolerance,
-) -> dict[str, object]:
+) -> JsonObject:
     return {
         "mesh": str(mesh),
         "schedule": config.pipeline.schedule,

@@ -21,6 +21,7 @@ import torch
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import TrainingError
+from parallel3d.base.say import Say
 from parallel3d.config.hardware import Cores, Figure, Hardware, Host, Link, recognise, user_folder
 from parallel3d.extras.calibrate.measure_device import (
     Effort,
@@ -45,7 +46,6 @@ from parallel3d.plan.time.step import step_time
 from parallel3d.verify.local_ranks import run_locally
 
 NAME = "this-machine"
-Say = Callable[[str], None]
 Rows = list[dict[str, Any]]  # [ranks]: as `measure_device` returns it, with "links"
 Bounds = tuple[float, float]
 _PRIOR = 0.05  # weight that keeps an undetermined parameter near its start

@@ -17,10 +17,11 @@ import torch
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.say import Say
 from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.config.hardware import Hardware
 from parallel3d.data.prepare import prepare
-from parallel3d.extras.calibrate.describe import Say, calibrate
+from parallel3d.extras.calibrate.describe import calibrate
 from parallel3d.extras.calibrate.measure_device import Effort
 from parallel3d.extras.calibrate.steps import time_steps
 from parallel3d.extras.scaling.ladder.ladder_file import LAWS

@@ -12,6 +12,7 @@ import yaml
 
 from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.reader import JsonObject
 from parallel3d.config import document
 from parallel3d.extras.foreign import megatron, nanotron, neox
 from parallel3d.extras.foreign.rules import Row, Rule, Verdict
@@ -82,8 +83,8 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
     return config, rows
 
 
-def _read(paths: Sequence[str]) -> tuple[ModuleType, dict[str, object]]:
-    blocks: dict[str, object] = {}
+def _read(paths: Sequence[str]) -> tuple[ModuleType, JsonObject]:
+    blocks: JsonObject = {}
     for path in paths:
         text = reader.text_of(Path(path))
         if not path.endswith((".yml", ".yaml")):
@@ -93,7 +94,7 @@ def _read(paths: Sequence[str]) -> tuple[ModuleType, dict[str, object]]:
     return framework, _flat(blocks, framework.TABLE)
 
 
-def _block(path: str, text: str) -> dict[str, object]:
+def _block(path: str, text: str) -> JsonObject:
     try:
         block = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
@@ -103,7 +104,7 @@ def _block(path: str, text: str) -> dict[str, object]:
     return block
 
 
-def _flat(blocks: dict[str, object], table: dict[str, Rule], prefix: str = "") -> dict[str, object]:
+def _flat(blocks: JsonObject, table: dict[str, Rule], prefix: str = "") -> JsonObject:
     """Return nested settings by dotted path, down to the paths that `table` has.
 
     GPT-NeoX's hyphens become underscores. Of a list of blocks, the first is taken apart.

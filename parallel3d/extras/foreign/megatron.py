@@ -8,6 +8,7 @@ from operator import index
 from typing import Any
 
 from parallel3d.base import reader
+from parallel3d.base.reader import JsonObject
 from parallel3d.extras.foreign.rules import Rule, dropped, missing
 from parallel3d.model.recompute import parse
 
@@ -267,12 +268,12 @@ class Unread(str):
     """A value that only the running script knows, as the script writes it."""
 
 
-def arguments(text: str) -> dict[str, object]:
+def arguments(text: str) -> JsonObject:
     """Return the values of all arguments in a script or a file of arguments; True without a value.
 
     A value is `Unread` if it depends on what the script finds, or stands in a branch.
     """
-    values: dict[str, object] = {}
+    values: JsonObject = {}
     variables: dict[str, str] = {}
     depth = 0  # how many branches are open
     text = re.sub(r"(?m)(^|\s)#.*$", "", text)  # comments

@@ -1,5 +1,6 @@
 """nanotron's YAML (github.com/huggingface/nanotron, `nanotron.config.Config`)."""
 
+from parallel3d.base.reader import JsonObject
 from parallel3d.extras.foreign.rules import Rule, dropped, missing, same
 
 TABLE: dict[str, Rule] = {
@@ -191,7 +192,7 @@ TABLE |= {
     for setting, rule in TABLE.items()
     if setting.startswith("data_stages.data")
 }
-DEFAULTS: dict[str, object] = {
+DEFAULTS: JsonObject = {
     "model.dtype": "bfloat16",
     "model.model_config.rms_norm_eps": 1e-6,
     "optimizer.learning_rate_scheduler.lr_decay_style": "linear",
@@ -200,6 +201,6 @@ DEFAULTS: dict[str, object] = {
 }
 
 
-def complete(values: dict[str, object]) -> None:
+def complete(values: JsonObject) -> None:
     """Combine the decay rates of the moments."""
     values["optimizer.params.betas"] = [values.get("@beta1", 0.9), values.get("@beta2", 0.999)]

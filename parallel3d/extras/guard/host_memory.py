@@ -21,6 +21,7 @@ from xxhash import xxh3_128_hexdigest
 
 from parallel3d.base.errors import CheckpointError, ConfigError, TrainingError
 from parallel3d.base.journal import record
+from parallel3d.base.say import Say
 from parallel3d.checkpoint import disk, free_space
 from parallel3d.checkpoint.manifest import (
     MANIFEST,
@@ -47,7 +48,7 @@ Plan = Sequence[tuple[str, int, int]]  # name of a file, the rank that sends, th
 
 
 def open_memory(
-    settings: CheckpointConfig, mesh: Mesh, nodes: Nodes, folder: Path, say: Callable[[str], None]
+    settings: CheckpointConfig, mesh: Mesh, nodes: Nodes, folder: Path, say: Say
 ) -> "HostMemory":
     """Return the memory of the hosts of the run in `folder`. Collective.
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import CheckpointError
 from parallel3d.base.mesh_sizes import MeshSizes
+from parallel3d.base.reader import JsonObject
 from parallel3d.checkpoint.manifest import read_state, step_folders
 from parallel3d.checkpoint.on_disk import verify_on_all_ranks
 from parallel3d.checkpoint.state import RunState
@@ -105,7 +106,7 @@ def replay(
     observed_trainer(start, mesh, parts, writer=writer).run()
     norms = trace.gather(config.mesh.sequence_parallel)
 
-    def compare() -> dict[str, object]:
+    def compare() -> JsonObject:
         first = None
         for path in sorted(run.glob(f"replays/*/step-{step}.json")):
             other_bound = 0.0 if path.parent == folder and is_exact else BOUNDS[config.precision]
@@ -120,7 +121,7 @@ def replay(
         same = difference["same"] and first is None
         return difference | {"same": same, "bound": bound, "first_tensor": first}
 
-    comparison: dict[str, object] = on_first(mesh, compare)
+    comparison: JsonObject = on_first(mesh, compare)
     parts.engine.close()
     return comparison
 

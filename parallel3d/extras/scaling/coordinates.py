@@ -15,6 +15,7 @@ from rich.console import Console
 from parallel3d.base import terminal
 from parallel3d.base.arguments import Parser, output_file, whole_number
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.reader import JsonObject
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig
 from parallel3d.extras.report.page import png, require, style
@@ -60,7 +61,7 @@ class Layer:
         """True if no claimed slope exceeds the tolerance."""
         return abs(self.slope) <= MOST
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> JsonObject:
         """Return the layer's object in the output of --json."""
         return {
             "name": self.name,
@@ -85,7 +86,7 @@ class CoordinateCheck:
         """True if every layer is flat."""
         return all(layer.flat for layer in self.layers)
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> JsonObject:
         """Return the object that --json prints, where NaN becomes null."""
         return {
             "passed": self.passed,

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.reader import JsonObject
 from parallel3d.extras.scaling.estimator import EXPONENTS, Estimator, Law, Model, SumModel
 from parallel3d.extras.scaling.points import SAME, SAME_BUDGET, Array, Fit, Points, groups
 
@@ -49,7 +50,7 @@ def fit_law(
     scatter = np.log(points.loss / law.loss(values, points.params, points.tokens))
 
     drawn = dict(zip("ND", map(np.asarray, law.optimal(samples)), strict=True)) if samples else {}
-    diagnostics: dict[str, object] = {
+    diagnostics: JsonObject = {
         "starts": {"number": len(starts), "reached": reached},
         "converged": best.converged,
         "bounds_hit": hit,
@@ -170,7 +171,7 @@ def tells(points: Points, law: Law) -> bool:
     return True
 
 
-def held_out(points: Points, law: Law, estimator: Estimator) -> dict[str, object] | None:
+def held_out(points: Points, law: Law, estimator: Estimator) -> JsonObject | None:
     """Fit the smaller budgets and return the relative errors on the largest.
 
     Returns None if the smaller budgets do not determine the law.
@@ -201,7 +202,7 @@ def held_out(points: Points, law: Law, estimator: Estimator) -> dict[str, object
     }
 
 
-def noise_floor(points: Points) -> dict[str, object] | None:
+def noise_floor(points: Points) -> JsonObject | None:
     """Return the pooled scatter of log(loss) among runs of equal size and tokens.
 
     Returns None if no two runs are equal.
@@ -222,7 +223,7 @@ def noise_floor(points: Points) -> dict[str, object] | None:
     }
 
 
-def residuals(points: Points, scatter: Array) -> dict[str, object]:
+def residuals(points: Points, scatter: Array) -> JsonObject:
     """Return the root mean square and the worst of `scatter`, which is log(loss) - log(law)."""
     worst = int(np.argmax(np.abs(scatter)))
     return {

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.reader import JsonObject
 from parallel3d.extras.scaling.estimator import LAWS, PARAMETRIC, Estimator
 from parallel3d.extras.scaling.fit import fit_law, noise_floor
 from parallel3d.extras.scaling.points import (
@@ -99,7 +100,7 @@ def law_draws(x: Sequence[Array], y: Array, draws: int, seed: int) -> Array:
     return np.vstack([np.exp(drawn[:1]), drawn[1:]])
 
 
-def best_values(points: Points, setting: Array) -> tuple[list[dict[str, object]], list[str]]:
+def best_values(points: Points, setting: Array) -> tuple[list[JsonObject], list[str]]:
     """Return the best value of a swept setting for each size and length.
 
     It is the vertex of a parabola through the best value and its two neighbours. The second list
@@ -423,7 +424,7 @@ def with_checks(fit: Fit, table: Table) -> Fit:
     """
     losses, at_edge = losses_of(fit.points, fit.law)
     warnings = _units(fit.points) + _design(fit, len(losses), at_edge, table)
-    checks: dict[str, object] = {
+    checks: JsonObject = {
         "warnings": [*fit.diagnostics["warnings"], *warnings],
         "forecast_warnings": warnings,
         "frontier": None,

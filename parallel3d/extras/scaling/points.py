@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.reader import JsonObject
 from parallel3d.extras.scaling.runs import Table, number
 
 Array = npt.NDArray[np.float64]
@@ -256,7 +257,7 @@ class Fit:
         """Interval of each parameter: the middle 95 % of its draws."""
         return {name: interval(self.samples.get(name)) for name in self.parameters}
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> JsonObject:
         """Return the object that `--json` prints; its keys are published and do not change."""
         exponents = {name: interval(draws) for name, draws in self.optimal_samples.items()}
         return {
@@ -272,7 +273,7 @@ class Fit:
             "optimal_exponents": dict(self.optimal),
         }
 
-    def document(self) -> dict[str, object]:
+    def document(self) -> JsonObject:
         """Return the contents of fit.json: `to_json` with the data that forecasts need."""
         points = self.points
         return self.to_json() | {

@@ -14,6 +14,7 @@ from typing import Any
 from parallel3d import models
 from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.reader import JsonObject
 from parallel3d.base.section import nearest
 from parallel3d.base.step_lines import METRICS, newest
 from parallel3d.config import CompleteConfig, RunConfig
@@ -190,7 +191,7 @@ def read_runs(folder: Path) -> Table:
     Unique tokens are those of the run if recorded, else those of its ladder. Raises ConfigError if
     no run has finished.
     """
-    rows: dict[str, dict[str, object]] = {}
+    rows: dict[str, JsonObject] = {}
     left_out = []
     unique = unique_tokens(folder)
     for path in _folders(folder):
@@ -278,7 +279,7 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
 
 
-def _row(path: Path) -> dict[str, object]:
+def _row(path: Path) -> JsonObject:
     config = config_of(path)
     steps = config.num_steps
     counted = count(config.model)

@@ -50,7 +50,7 @@ def make_request(config: RunConfig, machine: Hardware, devices: int, fix: Sequen
 
     Raises ConfigError for a malformed or repeated choice.
     """
-    fixed: dict[str, object] = {}
+    fixed: JsonObject = {}
     for word in fix:
         name, equals, text = word.partition("=")
         if not equals:
@@ -151,11 +151,11 @@ def weights_for(
     return weights, f'parallel3d.pipeline.weights: "auto" is {weights} ({why})'
 
 
-def fixed_by(config: RunConfig) -> dict[str, object]:
+def fixed_by(config: RunConfig) -> JsonObject:
     """Return the choices in parallel3d.plan.fix with their values, by the planner's names."""
     zero = config.zero_optimization
     pipeline = config.pipeline
-    values: dict[str, object] = {
+    values: JsonObject = {
         "zero_stage": zero.stage,
         "offload_optimizer": zero.offload_optimizer.device,
         "offload_param": zero.offload_param.device,
@@ -170,7 +170,7 @@ def fixed_by(config: RunConfig) -> dict[str, object]:
         "offload": ("offload_optimizer", "offload_param"),
         "schedule": ("schedule", "stages_per_rank"),
     }
-    fixed: dict[str, object] = {}
+    fixed: JsonObject = {}
     for choice in config.parallel3d.plan.fix:
         for name in several.get(choice, (choice,)):
             fixed[name] = values[name]

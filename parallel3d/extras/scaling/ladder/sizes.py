@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from parallel3d import models
 from parallel3d.base import explain, reader
+from parallel3d.base.reader import JsonObject
 from parallel3d.base.section import ABSENT, Problem, Problems, raise_if_any
 from parallel3d.extras.scaling.ladder.ladder_file import LadderConfig, SizeConfig
 from parallel3d.extras.scaling.runs import count
@@ -90,7 +91,7 @@ def _size_problems(
             )
 
 
-def _nearest(ladder: LadderConfig, target: float, shared: dict[str, object], path: str) -> Any:
+def _nearest(ladder: LadderConfig, target: float, shared: JsonObject, path: str) -> Any:
     """Return the model nearest to `target` active parameters in its blocks.
 
     Its width is a multiple of head_size, and its depth follows from aspect_ratio.
@@ -123,13 +124,13 @@ def _nearest(ladder: LadderConfig, target: float, shared: dict[str, object], pat
     return shaped(best)
 
 
-def _inner(ladder: LadderConfig, width: int) -> dict[str, object]:
+def _inner(ladder: LadderConfig, width: int) -> JsonObject:
     """Return {"intermediate_size": ...} by mlp_ratio; {} without it."""
     ratio = ladder.mlp_ratio
     return {} if ratio is None else {"intermediate_size": max(1, round(ratio * width))}
 
 
-def _checked(raw: dict[str, object], path: str) -> Any:
+def _checked(raw: JsonObject, path: str) -> Any:
     kind = models.config_class(str(raw["family"]))
     try:
         return kind.model_validate(raw)
@@ -140,7 +141,7 @@ def _checked(raw: dict[str, object], path: str) -> Any:
         ) from None
 
 
-def shared_model(base: Mapping[str, object], source: Path) -> dict[str, object]:
+def shared_model(base: Mapping[str, object], source: Path) -> JsonObject:
     """Return the model settings that all sizes share, with the vocabulary size as a number.
 
     - `source`: the ladder's file, for messages.

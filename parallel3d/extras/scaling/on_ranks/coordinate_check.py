@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.say import Say
 from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.extras.scaling.coordinates import (
     CHANGE,
@@ -51,7 +52,7 @@ Sums = dict[str, dict[str, tuple[float, int]]]
 
 
 def check_coordinates(
-    config: RunConfig, *, widths: Sequence[int], seeds: int, steps: int, say: Callable[[str], None]
+    config: RunConfig, *, widths: Sequence[int], seeds: int, steps: int, say: Say
 ) -> CoordinateCheck:
     """Return the slopes of a config's activations over the widths, averaged over seeds.
 
