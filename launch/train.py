@@ -38,8 +38,9 @@ def train(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
     start = find_start(config, mesh, claimed, console, guards.open_places)
-    self_test(EngineSettings.from_config(start.config), mesh, console.print)
-    parts = assemble(start.config, mesh, say=console.print)
+    settings = EngineSettings.from_config(start.config)
+    self_test(settings, mesh, console.print)
+    parts = assemble(start.config, mesh, say=console.print, settings=settings)
     print_placement(console, start.config, parts)
     restore(start, mesh, parts)
     with closing(Output(start, mesh, console)) as output:

@@ -52,13 +52,16 @@ def assemble(
     *,
     say: Say = _log.info,
     seed: int | None = None,
+    settings: EngineSettings | None = None,
 ) -> Assembly:
     """Build a resolved config's stages, engine and executors on this rank of `mesh`.
+
+    `settings` are the engine's, by default those of the config.
 
     Raises ConfigError or ScheduleError if the settings cannot be combined.
     """
     pulse.doing("building the model")
-    settings = EngineSettings.from_config(config)
+    settings = settings or EngineSettings.from_config(config)
     own = config.parallel3d
     layers, shape, schedule, stages = build(
         config, mesh, settings, seed=own.train.seed if seed is None else seed
