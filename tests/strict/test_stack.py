@@ -124,7 +124,7 @@ def test_every_schedule_and_stage_with_overlap_and_long_delays(zero_stage):
 FILES = {
     "tests/verify/test_parity.py": [],
     "tests/verify/test_muon.py": [],
-    "tests/pipeline/test_every_schedule.py": ["ends_by_the_time_out"],  # another error's name
+    "tests/pipeline/test_every_schedule.py": ["ends_by_the_timeout"],  # another error's name
     "tests/engine/test_zero_stages.py": [],
     "tests/engine/test_two_stages.py": [],
     "tests/tensor/test_layers.py": ["coalesced"],  # gloo's own
