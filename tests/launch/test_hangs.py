@@ -46,8 +46,8 @@ def strike(rank, at, number, limits, ask=False, backend=""):
     if backend == "strict":
         os.environ["PARALLEL3D_BACKEND"] = STRICT
 
-    def do(text, waits=False):
-        doing(text, waits)
+    def do(text):
+        doing(text)
         if not text.startswith(at):
             return
         if rank == 1:
@@ -137,8 +137,8 @@ def hang(rank, at, seconds=1000.0):
     """Where it says that it does `at`, rank 1 computes for so long."""
     doing = pulse.doing
 
-    def do(text, waits=False):
-        doing(text, waits)
+    def do(text):
+        doing(text)
         if rank == 1 and text.startswith(at):
             time.sleep(seconds)
 
@@ -196,8 +196,8 @@ def test_exception_of_one_rank_is_reported(config):
 def stumble(rank):
     doing = pulse.doing
 
-    def do(text, waits=False):
-        doing(text, waits)
+    def do(text):
+        doing(text)
         if text.startswith("0F1 of step 2"):
             _ = 1 / (rank - 1) if rank == 1 else time.sleep(1000)
 
