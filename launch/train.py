@@ -97,8 +97,9 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_config(required=False)
     parser.add_json()
     text = "print mesh, memory, time and checkpoint size without training"
-    number = whole_number(0)
-    parser.add_argument("--dry-run", type=number, nargs="?", const=0, metavar="DEVICES", help=text)
+    parser.add_argument(
+        "--dry-run", type=whole_number(0), nargs="?", const=0, metavar="DEVICES", help=text
+    )
     args, overrides = parser.parse_known_args()
     if args.config is None:
         parser.error("--config: is missing; add it, or let `parallel3d quick --minutes 20` choose")

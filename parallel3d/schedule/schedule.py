@@ -160,6 +160,7 @@ def add_communication(schedule: Schedule) -> Schedule:
 
     All programs are cuts of `sequence`; a RECV is posted one compute ahead, to overlap with it.
     """
+    _ = schedule.order  # raises if the ranks get stuck
     programs: list[list[Action]] = [[] for _ in schedule.programs]
     for action in sequence(schedule):
         for end in (action, action.other_end) if action.is_send else (action,):
@@ -174,17 +175,39 @@ def add_sharding(schedule: Schedule, weights: Weights, reduces_once: bool) -> Sc
 
 
 def sequence(schedule: Schedule) -> Iterator[Action]:
-    """Yield all computes in the order of their ends in `simulate`, each followed by its SEND."""
+    """Yield all computes in the order of their ends, each followed by its SEND.
 
-    def turn(span: Span) -> tuple[float, int, int]:
-        # If computes end at the same time, the sender's comes first, so that the RECV precedes the
-        # peer's compute.
-        is_forward = span.action.op == Op.F
-        stage = span.action.stage
-        return (span.end, 0, stage) if is_forward else (span.end, 1, -stage)
-
+    The ends are those of `simulate` with `unit_cost`, found in a third of its time. The programs
+    must be valid: on ranks that get stuck, actions are left out.
+    """
     assert not schedule.has_communication
-    for action, _, _ in sorted(chain.from_iterable(simulate(schedule, unit_cost)), key=turn):
+    last = schedule.num_stages - 1
+    ends: dict[tuple[bool, int, int], float] = {}
+    waiting = [deque(program) for program in schedule.programs]
+    free = [0.0] * schedule.pp_size
+    turns: list[tuple[float, bool, int, Action]] = []
+    moved = True
+    while moved:
+        moved = False
+        for coord, program in enumerate(waiting):
+            while program:
+                action = program[0]
+                op, stage, microbatch = action
+                is_forward = op == Op.F
+                start = free[coord]
+                if op != Op.W and stage != (0 if is_forward else last):
+                    before = stage - 1 if is_forward else stage + 1
+                    if (is_forward, before, microbatch) not in ends:
+                        break
+                    start = max(start, ends[is_forward, before, microbatch])
+                end = free[coord] = start + unit_cost(program.popleft())
+                if op != Op.W:
+                    ends[is_forward, stage, microbatch] = end
+                # If computes end at the same time, the sender's comes first, so that the RECV
+                # precedes the peer's compute.
+                turns.append((end, not is_forward, stage if is_forward else -stage, action))
+                moved = True
+    for *_, action in sorted(turns):
         send = _send_of(action, schedule)
         yield from (action, send) if send else (action,)
 

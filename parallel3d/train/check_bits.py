@@ -24,7 +24,7 @@ from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedule import Action
 from parallel3d.tensor.cut import HeldParameter, is_of_experts
 from parallel3d.train.assembly import Assembly
-from parallel3d.train.observer import Observer, Rewind, Step, is_due
+from parallel3d.train.observer import Observer, Rewind, Step
 
 _MASK = 2**52 - 1  # checksums travel as floats of 53 bits
 _REPLICAS = "data-parallel replicas"
@@ -84,7 +84,7 @@ class CopyCheck(Observer):
 
     def __init__(self, every: int, mesh: Mesh, parts: Assembly, position: Position) -> None:
         stages = parts.schedule.pp_coord_of_stage
-        self._every = every
+        self.every = every
         self._mesh = mesh
         self._parts = parts
         self._ends = stages[0], stages[-1]
@@ -93,14 +93,14 @@ class CopyCheck(Observer):
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
         """Note what is sent in a step that is checked."""
-        with noting_messages(self._parts.executor, is_due(self._every, step.number + 1)) as notes:
+        with noting_messages(self._parts.executor, self.is_due(step)) as notes:
             self._messages = notes
             yield
 
     def after(self, step: Step) -> None:
         """Raise WrongBits if ranks differ in what they must all hold."""
-        done = step.number + 1
-        if is_due(self._every, done):
+        if self.is_due(step):
+            done = step.end.step
             pulse.doing(f"comparing the ranks' bits after step {done}")
             norm = step.done.grad_norm
             check_bits(self._parts.engine, self._mesh, norm, self._ends, self._messages)

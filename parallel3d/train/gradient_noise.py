@@ -7,35 +7,34 @@ from contextlib import contextmanager
 from parallel3d.config import CompleteConfig
 from parallel3d.engine import Engine
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.train.observer import Observer, Step, is_due
+from parallel3d.train.observer import Observer, Step
 
 
 class GradientNoise(Observer):
     """Estimates the gradient noise scale every `train.noise_scale_every` steps."""
 
     def __init__(self, config: CompleteConfig, mesh: Mesh, engine: Engine) -> None:
+        self.every = config.train.noise_scale_every
         self._config = config
         self._ranks = mesh.replicas.size
         self._engine = engine
 
-    def _is_due(self, step: Step) -> bool:
-        return is_due(self._config.train.noise_scale_every, step.number + 1)
-
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
         """Let the engine measure each rank's own gradient, which the ranks exchange."""
-        if self._is_due(step):
+        if self.is_due(step):
             self._engine.measure_own_gradient()
         yield
 
     def after(self, step: Step) -> None:
         """Set the step's `gradient_noise`."""
-        if self._is_due(step):
-            small = sum(row.own_squares for row in step.rows) / self._ranks
-            small /= step.done.loss_scale**2
+        if self.is_due(step):
+            squares = sum(row.own_squares for row in step.rows)
+            small = squares / self._ranks / step.done.loss_scale**2
             batch = self._config.batch_size_at(step.start.next_sample)
-            big = step.done.grad_norm**2
-            step.gradient_noise = gradient_noise(small, big, batch=batch, ranks=self._ranks)
+            step.gradient_noise = gradient_noise(
+                small, step.done.grad_norm**2, batch=batch, ranks=self._ranks
+            )
 
 
 def gradient_noise(small: float, big: float, *, batch: int, ranks: int) -> dict[str, float]:

@@ -63,10 +63,16 @@ class Observer:
 
     collectives = "none"
     """The collectives that it makes, in words, and when."""
+    every = 0
+    """Number of steps from one that it acts on to the next; 0 if other rules say when it acts."""
     may_skip = False
     """True if `may_update` must be asked, which takes the host's wait for the norm."""
     vouched: int | None = None
     """The newest step whose state it has checked; None if it checks no state."""
+
+    def is_due(self, step: Step) -> bool:
+        """Return True if it acts on this step, by `every`."""
+        return is_due(self.every, step.number + 1)
 
     @property
     def is_broken(self) -> bool:

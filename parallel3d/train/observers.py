@@ -86,10 +86,8 @@ def observed_trainer(
         )
     )
     if train.digest_every:
-        writes = writer is not None
-        observers.append(
-            DigestLog(train.digest_every, mesh, parts, folder=start.folder, writes=writes)
-        )
+        folder = start.folder if writer else None
+        observers.append(DigestLog(train.digest_every, mesh, parts, folder))
     if saving:
         observers.append(saving)
     return Trainer(start, mesh, parts, feed=feed, observers=observers, rewinder=rewinder, stop=stop)

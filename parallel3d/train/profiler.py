@@ -21,7 +21,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -110,17 +110,14 @@ class Profiler(Observer):
         self._steps: list[RecordedStep] = []
         self._torch: profile | None = None
 
-    def around(self, step: Step) -> AbstractContextManager[None]:
-        """Record the step in the block if it was chosen."""
-        return self.step(step.number)
-
     def at_end(self, result: Result) -> None:
         """Write what was recorded if the run was stopped within the profiled steps."""
         self.finish()
 
     @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Record the step in the block, counted from 0, if chosen; write after the last one."""
+    def around(self, step: Step) -> Iterator[None]:
+        """Record the step in the block, if chosen; write after the last one."""
+        number = step.number
         self._is_pending |= number in self._chosen
         is_recorded = self._is_profiled and number in self._chosen
         with self._record(number) if is_recorded else nullcontext():
@@ -222,13 +219,10 @@ class StepWatch(Observer):
         self._first: int | None = None
         self._counted = self._profiled = False
 
-    def around(self, step: Step) -> AbstractContextManager[None]:
-        """Observe the step in the block."""
-        return self.step(step.number)
-
     @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Observe the step in the block, counted from 0; collective if it prints."""
+    def around(self, step: Step) -> Iterator[None]:
+        """Observe the step in the block; collective if it prints."""
+        number = step.number
         if self._first is None:
             self._first = number
         logger = self._config.comms_logger

@@ -66,10 +66,10 @@ class Reporter(Observer):
         feed: Feed,
         *,
         position: Position,
-        peak_flops: float | None = None,
-        writer: MetricsWriter | None = None,
-        progress: Progress | None = None,
-        saving: Saving | None = None,
+        peak_flops: float | None,
+        writer: MetricsWriter | None,
+        progress: Progress | None,
+        saving: Saving | None,
     ) -> None:
         self.config = config
         self._mesh = mesh

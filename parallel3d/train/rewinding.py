@@ -16,9 +16,6 @@ from parallel3d.train.check_bits import WrongBits
 from parallel3d.train.observer import Rewind
 from parallel3d.train.start import Start
 
-# For ranks that wait for one that reads a checkpoint.
-_TIMEOUT_SECONDS = 1800.0
-
 
 class Rewinder:
     """Loads the newest checkpoint of a run in place of a step that cannot be used."""
@@ -52,7 +49,7 @@ class Rewinder:
         """
         pulse.doing(f"rewinding from step {number + 1}")
         train = self._start.config.train
-        self._mesh.set_timeouts(_TIMEOUT_SECONDS)
+        self._mesh.set_timeouts(1800.0)  # for ranks that wait for one that reads a checkpoint
         self.finish_saves()
         places = self._start.places
         for place in places[1:]:
@@ -69,8 +66,7 @@ class Rewinder:
             )
         for place in places:
             place.forget_after(checkpoint.step)
-        parts = self._parts
-        load(checkpoint, engine=parts.engine, mesh=self._mesh, layers=parts.layers)
+        load(checkpoint, engine=self._parts.engine, mesh=self._mesh, layers=self._parts.layers)
         self._mesh.set_timeouts(train.timeout_seconds)
         if reason:
             self._wrong_at = number

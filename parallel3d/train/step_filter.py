@@ -42,7 +42,7 @@ class StepFilter(Observer):
         self._rewinder = rewinder
         self._say = say
         self._verdict: Verdict | None = None
-        self._rewound_from: Step | None = None
+        self._rewinding: tuple[Step, Verdict] | None = None
         self.may_skip = bad.may_skip
 
     def may_update(self, step: Step, norm: Tensor) -> bool:
@@ -71,8 +71,7 @@ class StepFilter(Observer):
             return
         step.is_trained = False
         if verdict.action == "rewind":
-            self._verdict = verdict
-            self._rewound_from = step
+            self._rewinding = step, verdict
             raise BadStep(verdict.reason)
         self._leave_out(step, verdict, step.start.next_sample)
 
@@ -81,12 +80,11 @@ class StepFilter(Observer):
         there = Position.of(state)
         self._bad.rewind_to(state)
         self._bad.left_out += position.next_sample - there.next_sample
-        step = self._rewound_from
-        verdict = self._verdict
-        self._rewound_from = None
         self._verdict = None
-        if step and verdict:
+        if self._rewinding:
+            step, verdict = self._rewinding
             self._leave_out(step, verdict, there.next_sample, to=there.step)
+            self._rewinding = None
 
     def _judge(self, step: Step, rows: Sequence[Sequence[float]], norm: float | None) -> Verdict:
         """Return what to do with a step; a row is a rank's loss and side losses."""

@@ -149,8 +149,8 @@ class Trainer:
         state = self.rewinder.load_newest(number, error, min(vouched, default=0))
         position = Position.of(state)
         if error.leaves_out:
-            beyond = self.position.after(self.config).next_sample
-            position = replace(position, next_sample=beyond)
+            after = self.position.after(self.config)
+            position = replace(position, next_sample=after.next_sample)
         self.position = position
         for observer in self.observers:
             observer.rewound(position, state)

@@ -5,13 +5,22 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import chain, product
 
 import pytest
 
 from parallel3d.base.errors import ConfigError, ScheduleError
-from parallel3d.schedule.schedule import Op, Schedule, bubble, peak_in_flight, simulate, validate
-from parallel3d.schedule.schedules import load, make_evaluation, make_schedule, names
+from parallel3d.schedule.schedule import (
+    Op,
+    Schedule,
+    bubble,
+    peak_in_flight,
+    sequence,
+    simulate,
+    unit_cost,
+    validate,
+)
+from parallel3d.schedule.schedules import load, make_evaluation, make_schedule, names, why_not
 from tests.schedule.blocking import runs_when_blocking
 
 pytestmark = pytest.mark.pure
@@ -170,3 +179,20 @@ def test_impossible_sizes_are_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         make_schedule(*arguments)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", names())
+def test_sequence_has_the_order_of_the_simulated_ends(name):
+    """Forwards by stage, then backwards from the last stage on, where they end at once."""
+
+    def turn(span):
+        stage = span.action.stage
+        is_forward = span.action.op == Op.F
+        return span.end, not is_forward, stage if is_forward else -stage
+
+    for pp, count, per_rank in product((1, 2, 4), (1, 3, 8), (1, 2, 3)):
+        if not why_not(name, pp, count, per_rank):
+            schedule = load(name).schedule(pp, count, per_rank)
+            spans = chain.from_iterable(simulate(schedule, unit_cost))
+            computes = [action for action in sequence(schedule) if action.is_compute]
+            assert computes == [span.action for span in sorted(spans, key=turn)]

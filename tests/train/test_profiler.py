@@ -30,7 +30,7 @@ def profile_on_rank(rank, directory):
     chosen = ProfileConfig(start=1, steps=2)
     recorder = profiler.Profiler(chosen, trainer.mesh, trainer.executor, run=Path(directory))
     for step, batch in enumerate(trainer.batches()):
-        with recorder.step(step):
+        with recorder.around(SimpleNamespace(number=step)):
             trainer.executor.run(batch, step)
             trainer.engine.step(trainer.lr)
     recorder.finish()
@@ -161,7 +161,7 @@ def profile_chosen_ranks(rank, folder, ranks):
     chosen = ProfileConfig(start=0, ranks=ranks)
     recorder = profiler.Profiler(chosen, trainer.mesh, trainer.executor, run=Path(folder))
     (batch,) = trainer.batches()
-    with recorder.step(0):
+    with recorder.around(SimpleNamespace(number=0)):
         trainer.executor.run(batch, 0)
         trainer.engine.step(trainer.lr)
     return trainer.mesh.replicas.coord, recorder._torch is not None

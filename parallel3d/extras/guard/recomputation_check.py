@@ -10,7 +10,7 @@ from parallel3d.extras.guard.recomputation import Recomputation
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.check_bits import WrongBits
-from parallel3d.train.observer import Observer, Step, is_due
+from parallel3d.train.observer import Observer, Step
 
 
 class RecomputationCheck(Observer):
@@ -27,18 +27,16 @@ class RecomputationCheck(Observer):
     def __init__(
         self, config: CompleteConfig, mesh: Mesh, parts: Assembly, position: Position
     ) -> None:
+        self.every = config.train.check_bits.recompute_every
         self._config = config
         self._engine = parts.engine
         self._recomputation = Recomputation(config, mesh, parts)
         self.vouched = position.step
 
-    def _is_due(self, step: Step) -> bool:
-        return is_due(self._config.train.check_bits.recompute_every, step.number + 1)
-
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
         """Record the batch of a step that is checked, and then its update."""
-        if not self._is_due(step):
+        if not self.is_due(step):
             yield
             return
         count = self._config.num_microbatches_at(step.start.next_sample)
@@ -49,7 +47,7 @@ class RecomputationCheck(Observer):
 
     def computed(self, step: Step) -> None:
         """Raise WrongBits, without an update, if a rank was wrong."""
-        if not self._is_due(step):
+        if not self.is_due(step):
             return
         self._until.close()
         try:
