@@ -86,6 +86,7 @@ class BlockCost(_CostOfLayer):
     """All modules read the block's input, side by side (GPT-NeoX, arXiv:2204.06745)."""
 
     def of(self, stream: Stream, recompute: Recompute) -> LayerCost:
+        """Return the cost of one microbatch on its stream."""
         stream = stream._replace(dropout=self.dropout)
         if recompute == FULL:
             return self._run_again(stream, known_cost(self, stream, NONE))
@@ -149,6 +150,7 @@ class EmbeddingCost(_CostOfLayer):
     """Dropout on the sum of the vectors."""
 
     def of(self, stream: Stream, recompute: Recompute) -> LayerCost:
+        """Return the cost of one microbatch on its stream."""
         full = stream.full
         part = stream.part
         traffic = 4 * full
@@ -220,6 +222,7 @@ class HeadCost(_CostOfLayer):
     """Large logits are computed for some tokens at a time."""
 
     def of(self, stream: Stream, recompute: Recompute) -> LayerCost:
+        """Return the cost of one microbatch on its stream."""
         return self.norm(stream) + self._loss(stream)
 
     def _loss(self, stream: Stream) -> LayerCost:

@@ -28,14 +28,19 @@ _FAMILIES = {
 _OF_FAMILIES: dict[str, tuple[dict[str, Sequence[str]], object, Verdict]] = {
     "@norm_eps": (
         {"gpt": ["layer_norm_epsilon"], "neox": ["layer_norm_eps"], "llama": ["rms_norm_eps"]},
-        None, "REFUSED",
+        None,
+        "REFUSED",
     ),
     "@layer_norm_eps": (
-        {"gpt": ["layer_norm_epsilon"], "neox": ["layer_norm_eps"], "llama": []}, None, "REFUSED"
+        {"gpt": ["layer_norm_epsilon"], "neox": ["layer_norm_eps"], "llama": []},
+        None,
+        "REFUSED",
     ),
     "@rms_norm_eps": ({"gpt": [], "neox": [], "llama": ["rms_norm_eps"]}, None, "REFUSED"),
     "@rope_theta": (
-        {"gpt": [], "neox": ["rotary_emb_base"], "llama": ["rope_theta"]}, None, "REFUSED"
+        {"gpt": [], "neox": ["rotary_emb_base"], "llama": ["rope_theta"]},
+        None,
+        "REFUSED",
     ),
     "@rotary_pct": ({"gpt": [], "neox": ["rotary_pct"]}, 1, "REFUSED"),
     "@no_rope_layers": ({"gpt": [], "llama": ["no_rope_layer_interval"]}, None, "REFUSED"),
@@ -43,7 +48,7 @@ _OF_FAMILIES: dict[str, tuple[dict[str, Sequence[str]], object, Verdict]] = {
     "@gelu": ({"neox": ["activation"], "llama": []}, "gelu_fast", "DIFFERS"),
     "@dropout": ({"gpt": ["embd_pdrop", "resid_pdrop"]}, 0, "DIFFERS"),
     "@attention_dropout": ({"gpt": ["attn_pdrop"]}, 0, "DIFFERS"),
-}  # fmt: skip
+}
 _UNKNOWN = Rule(why="is not in the table", verdict="UNKNOWN")
 _UNREAD = Rule(why="depends on a run of the script", verdict="UNKNOWN")
 

@@ -25,17 +25,29 @@ _COLUMNS = ("params", "tokens", "flops", "loss")
 SAME = 1e-3  # relative difference below which sizes, or numbers of tokens, count as equal
 SAME_BUDGET = 0.05  # the same for budgets, which differ because runs end with a whole step
 USES = {
-    "params": ("--n-column", "number of parameters",
-               ("params", "n", "N", "n_params", "num_params", "parameters", "with_head")),
-    "tokens": ("--d-column", "training tokens",
-               ("tokens", "d", "D", "n_tokens", "num_tokens", "training_tokens")),
+    "params": (
+        "--n-column",
+        "number of parameters",
+        ("params", "n", "N", "n_params", "num_params", "parameters", "with_head"),
+    ),
+    "tokens": (
+        "--d-column",
+        "training tokens",
+        ("tokens", "d", "D", "n_tokens", "num_tokens", "training_tokens"),
+    ),
     "flops": ("--flops-column", "training FLOPs", ("flops", "c", "C", "compute", "training_flops")),
-    "loss": ("--loss-column", "loss in nats per token",
-             ("loss", "held_out_loss", "val_loss", "validation_loss", "final_loss")),
-    "standard_error": ("--error-column", "standard error of the loss",
-                       ("held_out_standard_error",)),
+    "loss": (
+        "--loss-column",
+        "loss in nats per token",
+        ("loss", "held_out_loss", "val_loss", "validation_loss", "final_loss"),
+    ),
+    "standard_error": (
+        "--error-column",
+        "standard error of the loss",
+        ("held_out_standard_error",),
+    ),
     "unique": ("--unique-column", "unique training tokens", ("corpus_unique_tokens",)),
-}  # fmt: skip
+}
 """Use of a column -> its flag, its meaning, and its usual names, tried in this order unless the
 flag names the column."""
 

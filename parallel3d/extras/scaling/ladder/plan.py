@@ -45,12 +45,23 @@ _PLANNED = (
 _PLANNED_BLOCKS = ("mesh", "plan", "pipeline")
 FRESH = ("auto", "none")  # checkpoint.resume of runs that start at step 0
 _COLUMNS = (
-    Column("run", right=False), Column("blocks"), Column("head"), Column("embedding"),
-    Column("tokens"), Column("tokens/N"), Column("FLOPs"), Column("exact/6ND"),
-    Column("batch", line=1), Column("lr", line=1), Column("steps", line=1), Column("mesh", line=1),
-    Column("GiB", line=1), Column("hours", line=1), Column("state", right=False, line=1),
+    Column("run", right=False),
+    Column("blocks"),
+    Column("head"),
+    Column("embedding"),
+    Column("tokens"),
+    Column("tokens/N"),
+    Column("FLOPs"),
+    Column("exact/6ND"),
+    Column("batch", line=1),
+    Column("lr", line=1),
+    Column("steps", line=1),
+    Column("mesh", line=1),
+    Column("GiB", line=1),
+    Column("hours", line=1),
+    Column("state", right=False, line=1),
     Column("loss", line=1),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
