@@ -23,9 +23,11 @@ class CausalAttention(nn.Module):
     """Causal attention: softmax(scale * q k^T) v over the current and earlier positions.
 
     - `heads`: the number of query heads and of key-value heads, over all ranks.
+    - `head_size`, `value_size`: features of a head of q and k, and of v; None means the same.
     - `scale`: None means 1/sqrt(head_size).
     - `window`: how many tokens a query sees, itself included; None means all before it.
-    - `sinks`: a learned scalar per head joins its scores in the softmax, without a value.
+    - `sinks`: a learned scalar per head joins its scores in the softmax, without a value. An
+      architecture that holds its own passes them to `forward` instead.
     - With segments, a query attends only within its own document.
     - "core_attn" in `context.recompute.parts`: recompute the attention in backward ("selective"
       recomputation, arXiv:2205.05198, section 5).
@@ -39,6 +41,7 @@ class CausalAttention(nn.Module):
         context: LayerContext,
         heads: tuple[int, int],
         head_size: int,
+        value_size: int | None = None,
         scale: float | None = None,
         window: int | None = None,
         sinks: bool = False,
@@ -47,31 +50,43 @@ class CausalAttention(nn.Module):
         self.dropout = Dropout(dropout, place, key=context.key, split_over=context.group)
         tp = context.group.size()
         self.heads_here = (heads[0] // tp, max(1, heads[1] // tp))
-        self.head_size = head_size
+        self.kernel_size = max(head_size, value_size or 0)
         self.recompute = "core_attn" in context.recompute.parts
         self.scale = scale
         self.window = window
         self.cp = 1 if context.sample_group is None else context.sample_group.size()
         self.sinks = cut_parameter((heads[0],), tensor=(0, context.group)) if sinks else None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> Tensor:
-        """q, k, v [batch, heads, seq, size] -> [batch, seq, heads * size].
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        segments: Segments | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q, k, v [batch, heads, seq, size] -> [batch, seq, heads * size of v].
 
-        The heads of k and v divide those of q.
+        The heads of k and v divide those of q, and v may have another size. `sinks` [heads here]
+        replace the layer's own.
         """
         if self.recompute and torch.is_grad_enabled():
-            y = run_again(self._attend, q, k, v, segments)
+            y = run_again(self._attend, q, k, v, segments, sinks)
         else:
-            y = self._attend(q, k, v, segments)
+            y = self._attend(q, k, v, segments, sinks)
         return y.flatten(-2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
-        """Return [batch, seq, heads, size]."""
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Return [batch, seq, heads, size of v]."""
         self.dropout.seed(q.device)
+        sinks = self.sinks if sinks is None else sinks
         is_cut = self.window is not None and self.window < q.shape[2]
-        if segments is not None or is_cut or self.sinks is not None:
+        is_plain = segments is None and not is_cut and sinks is None
+        if not is_plain or q.shape[-1] != v.shape[-1]:
             p = self.dropout.active_p
-            return attend_documents(q, k, v, segments, p, self.scale, self.window, self.sinks)
+            return attend_documents(q, k, v, segments, p, self.scale, self.window, sinks)
         y = F.scaled_dot_product_attention(
             q,
             k,
@@ -131,7 +146,7 @@ def log_kernel(
     q_heads, kv_heads = layer.heads_here
     like = partial(torch.empty, dtype=dtype, device=device, requires_grad=True)
     q, k, v = (
-        like(batch, seq, heads, layer.head_size).transpose(1, 2)
+        like(batch, seq, heads, layer.kernel_size).transpose(1, 2)
         for heads in (q_heads, kv_heads, kv_heads)
     )
     has_window = layer.window is not None and layer.window < seq

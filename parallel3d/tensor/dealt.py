@@ -34,7 +34,7 @@ def attend_dealt(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend within documents: q, k, v [tokens here, heads, size] -> the same shape as q.
+    """Attend within documents: q, k, v [tokens here, heads, size] -> that of q with the size of v.
 
     Tokens are those of the flattened batch; the heads of k and v divide those of q. `window` and
     `sinks`: see `documents.attend_documents`.
@@ -42,8 +42,8 @@ def attend_dealt(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if is_fused(q.device, dealt.block):
         gathered: Tensor = Conjugate.apply(
-            torch.stack((k, v), 1), partial(_gather, dealt=dealt), partial(_scatter, dealt=dealt)
-        )  # [tokens, 2, heads of k, size], in the order of the flattened batch
+            _joined(k, v), partial(_gather, dealt=dealt), partial(_scatter, dealt=dealt)
+        )  # [tokens, heads of k, size of k + size of v], in the order of the flattened batch
         with _gather_again(gathered, k, v, dealt):
             y, logsumexp = at_once(q, gathered, dealt, scale, window)
     else:
@@ -52,6 +52,16 @@ def attend_dealt(
         return y
     # A sink adds its exponential to the sum, and nothing to the values.
     return y * (logsumexp - sinks).sigmoid().unsqueeze(-1).to(y.dtype)
+
+
+def _joined(k: Tensor, v: Tensor) -> Tensor:
+    """Return keys and values in one tensor: [tokens, heads of k, size of k + size of v]."""
+    return torch.cat((k, v), -1)
+
+
+def _apart(both: Tensor, key_size: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values, as views of both in one tensor."""
+    return both[..., :key_size], both[..., key_size:]
 
 
 def is_fused(device: torch.device, block: int) -> bool:
@@ -67,7 +77,8 @@ def at_once(
     The second result is the logarithm of the sum of each query's exponentials, [tokens, heads].
     """
     samples = q.unflatten(0, dealt.places.shape).transpose(1, 2)  # [batch, heads, here, size]
-    keys, values = gathered.unflatten(0, (-1, dealt.seq)).permute(2, 0, 3, 1, 4)
+    both = gathered.unflatten(0, (-1, dealt.seq)).transpose(1, 2)  # [batch, heads of k, seq, both]
+    keys, values = _apart(both, q.shape[-1])
     y, besides = _flex(q.device)(
         samples,
         keys,
@@ -170,7 +181,7 @@ class _Attend(torch.autograd.Function):
 
     | pass | result | collective |
     |---|---|---|
-    | forward | y [tokens here, heads, size] | all-gather of k and v |
+    | forward | y [tokens here, heads, size of v] | all-gather of k and v |
     | gradient of q | [tokens here, heads, size] | none |
     | gradients of k and v | [tokens here, heads of k, size] | all-gather, then reduce-scatter |
 
@@ -188,16 +199,17 @@ class _Attend(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return outputs [tokens here, heads, size] and logsumexp; k, v [tokens here, kv, size]."""
-        gathered = _gather(torch.stack((k, v), 1), dealt)  # [tokens, 2, heads of k, size]
+        """Return outputs [tokens here, heads, size of v], and logsumexp."""
+        gathered = _gather(_joined(k, v), dealt)  # [tokens, heads of k, both sizes]
         dtype = torch.promote_types(q.dtype, torch.float32)
         queries = _by_group(q, k.shape[1], dtype) * scale
-        y = torch.zeros_like(queries)
+        y = queries.new_zeros(*queries.shape[:3], v.shape[-1])
         total = queries.new_zeros(queries.shape[:3])
         high = torch.full_like(total, torch.finfo(dtype).min)
         here = dealt.flat[dealt.group.rank()]
         there = torch.arange(len(gathered), device=here.device)
-        keys, values = gathered.permute(1, 2, 0, 3).to(dtype)  # each [heads of k, tokens, size]
+        # Each [heads of k, tokens, size].
+        keys, values = _apart(gathered.transpose(0, 1).to(dtype), k.shape[-1])
         for at, seen in _spans(dealt, window):
             scores = _scores(
                 queries[:, :, at], keys[:, seen], here[at], there[seen], window
@@ -232,11 +244,11 @@ class _Attend(torch.autograd.Function):
         common = (grad.to(dtype) * y.to(dtype)).sum(-1, keepdim=True) - grad_logsumexp.unsqueeze(-1)
         common = _by_group(common, kv_heads, dtype)
         tops = _by_group(logsumexp.unsqueeze(-1), kv_heads, dtype)
-        gathered = kept[0] if kept else _gather(torch.stack((k, v), 1), dealt)
+        gathered = kept[0] if kept else _gather(_joined(k, v), dealt)
         there = torch.arange(len(gathered), device=here.device)
-        keys, values = gathered.permute(1, 2, 0, 3).to(dtype)
+        keys, values = _apart(gathered.transpose(0, 1).to(dtype), k.shape[-1])
         gradient = torch.zeros_like(gathered, dtype=dtype)
-        to_keys, to_values = gradient.permute(1, 2, 0, 3)
+        to_keys, to_values = _apart(gradient.transpose(0, 1), k.shape[-1])
         for at, seen in _spans(dealt, window):
             scores = _scores(queries[:, :, at], keys[:, seen], here[at], there[seen], window)
             weights = (scores - tops[:, :, at]).exp_()
@@ -246,8 +258,9 @@ class _Attend(torch.autograd.Function):
             to_scores = (weights * (products - common[:, :, at])).flatten(1, 2)
             to_queries[:, :, at] += (to_scores @ keys[:, seen]).view_as(queries[:, :, at])
             to_keys[:, seen] += to_scores.mT @ queries[:, :, at].flatten(1, 2)
-        own = _scatter(gradient.to(k.dtype), dealt)  # [tokens here, 2, heads of k, size]
-        return _flat(to_queries * scale, q), own[:, 0], own[:, 1], None, None, None
+        own = _scatter(gradient.to(k.dtype), dealt)  # [tokens here, heads of k, both sizes]
+        grad_k, grad_v = _apart(own, k.shape[-1])
+        return _flat(to_queries * scale, q), grad_k, grad_v, None, None, None
 
 
 def _gather(own: Tensor, dealt: Dealt) -> Tensor:
@@ -295,7 +308,7 @@ def _gather_again(gathered: Tensor, k: Tensor, v: Tensor, dealt: Dealt) -> Any:
 
         def view() -> Tensor:
             if not again:
-                again.append(_gather(torch.stack((k, v), 1), dealt))
+                again.append(_gather(_joined(k, v), dealt))
             views[0] -= 1
             kept = again[0] if views[0] else again.pop()
             return kept.as_strided(shape, stride, offset)

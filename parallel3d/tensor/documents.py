@@ -29,9 +29,9 @@ def attend_documents(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend within documents: q, k, v [batch, heads, seq, size] -> [batch, seq, heads, size].
+    """Attend within documents: q, k, v [batch, heads, seq, size] -> [batch, seq, heads, size of v].
 
-    - The heads of k and v divide those of q.
+    - The heads of k and v divide those of q. Those of v may have another size.
     - `segments`: None means that each sample is one document. Where samples are dealt to cp ranks,
       k and v are those of the tokens here.
     - `scale`: None means 1/sqrt(size).
@@ -41,13 +41,48 @@ def attend_documents(
     torch's variable-length kernel computes all documents at once if it can (`in_one_kernel`);
     otherwise each is computed separately.
     """
-    batch, _, seq, _ = q.shape
-    # [batch * seq, heads, size]: a view, because it is the memory layout of the products before.
-    flat_q, flat_k, flat_v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     if segments is not None and segments.dealt is not None:
         assert dropout == 0, "the masks of a shared sample would depend on how it is dealt"
-        y = attend_dealt(flat_q, flat_k, flat_v, segments.dealt, scale, window, sinks)
-        return y.unflatten(0, (batch, seq))
+        y = attend_dealt(_flat(q), _flat(k), _flat(v), segments.dealt, scale, window, sinks)
+        return y.unflatten(0, (q.shape[0], -1))
+    if q.shape[-1] == v.shape[-1]:
+        return _attend_whole(q, k, v, segments, dropout, scale, window, sinks)
+    # Fused kernels take heads of one size: the smaller are filled with zeros.
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    value_size = v.shape[-1]
+    size = max(q.shape[-1], value_size)
+    q, k, v = (_widened(t, size) for t in (q, k, v))
+    return _attend_whole(q, k, v, segments, dropout, scale, window, sinks)[..., :value_size]
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Return [batch * seq, heads, size] of [batch, heads, seq, size].
+
+    It is a view, because that is the memory layout of the products before.
+    """
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _widened(x: Tensor, size: int) -> Tensor:
+    """Return heads of `size` features, with zeros at the end, in the memory layout of `_flat`."""
+    if x.shape[-1] == size:
+        return x
+    return F.pad(x.transpose(1, 2), (0, size - x.shape[-1])).transpose(1, 2)
+
+
+def _attend_whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments | None,
+    dropout: float,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend within documents of whole samples, whose heads have one size."""
+    batch, _, seq, _ = q.shape
+    flat_q, flat_k, flat_v = map(_flat, (q, k, v))
     attend = partial(_attend, dropout=dropout, scale=scale, window=window, sinks=sinks)
     if in_one_kernel(q, dropout, sinks is not None):
         y = _at_once(flat_q, flat_k, flat_v, segments, seq, scale, window)

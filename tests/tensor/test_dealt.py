@@ -28,11 +28,12 @@ SIZE = 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 1 + [2] * 50 + [3] * 40, [0] * SEQ])
 
 
-def whole_tensors(dtype=torch.float64):
+def whole_tensors(value_size, dtype=torch.float64):
     """Queries, keys, values and the gradient of the output, the same on each rank."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(BATCH, heads, SEQ, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    shapes.append((BATCH, SEQ, HEADS, SIZE))
+    shapes = [(BATCH, heads, SEQ, SIZE) for heads in (HEADS, KV_HEADS)]
+    shapes.append((BATCH, KV_HEADS, SEQ, value_size))
+    shapes.append((BATCH, SEQ, HEADS, value_size))
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
 
 
@@ -57,13 +58,13 @@ def with_window_and_sinks(q, k, v, documents, window, sinks):
     return (scores.softmax(-1)[..., : q.shape[2]] @ v).transpose(1, 2)
 
 
-def attention_on_rank(rank, window, with_sinks):
+def attention_on_rank(rank, window, with_sinks, value_size):
     """Errors of output and gradients; calls and bytes of the group; the same where recomputed."""
     mesh = Mesh(cp=4)
     cp = mesh.context
     places = torch.from_numpy(deal(DOCUMENTS.numpy(), cp.size, [window or SEQ]))
     segments = Segments.of(DOCUMENTS, places, cp.group)
-    q, k, v, grad = whole_tensors()
+    q, k, v, grad = whole_tensors(value_size)
     sinks = torch.arange(-1.0, 3.0, dtype=q.dtype).requires_grad_() if with_sinks else None
     inputs = [x.requires_grad_() for x in (q, k, v)]
     expected = with_window_and_sinks(*inputs, DOCUMENTS, window, sinks)
@@ -95,18 +96,18 @@ def attention_on_rank(rank, window, with_sinks):
     return results
 
 
-BOTH = 2 * BATCH * SEQ * KV_HEADS * SIZE * 8  # bytes of all keys and values
-
-
-@pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (13, True)])
-def test_dealt_attention_equals_that_of_whole_samples(window, with_sinks):
-    for results in run_locally(attention_on_rank, 4, window, with_sinks, timeout=200):
+@pytest.mark.parametrize(
+    ("window", "with_sinks", "value_size"), [(None, False, SIZE), (13, True, SIZE - 3)]
+)
+def test_dealt_attention_equals_that_of_whole_samples(window, with_sinks, value_size):
+    both = BATCH * SEQ * KV_HEADS * (SIZE + value_size) * 8  # bytes of all keys and values
+    for results in run_locally(attention_on_rank, 4, window, with_sinks, value_size, timeout=200):
         for errors, calls in results:
             assert max(errors) < 1e-12, errors
             # Forward and backward gather them, and the backward reduces their gradients.
             assert calls == {
-                "all_gather": ("cp=world", 2, 2 * BOTH),
-                "reduce_scatter": ("cp=world", 1, BOTH),
+                "all_gather": ("cp=world", 2, 2 * both),
+                "reduce_scatter": ("cp=world", 1, both),
             }
 
 
@@ -192,10 +193,12 @@ def test_flex_kernel_gives_the_same_attention(window):
     cp = 2
     documents = torch.stack([torch.arange(seq) // 300, (torch.arange(seq) > 7).long()])
     places = torch.from_numpy(deal(documents.numpy(), cp))
-    q, k, v = (torch.randn(2, heads, seq, 16) for heads in (4, 2, 2))
+    q = torch.randn(2, 4, seq, 16)
+    k = torch.randn(2, 2, seq, 16)
+    v = torch.randn(2, 2, seq, 16 if window is None else 24)
     sinks = torch.arange(-1.0, 3.0)
     expected = with_window_and_sinks(q, k, v, documents, window, sinks)
-    gathered = torch.stack((k, v), 3).transpose(1, 2).flatten(0, 1).transpose(1, 2)
+    gathered = torch.cat((k, v), -1).transpose(1, 2).flatten(0, 1)
     for rank in range(cp):
         dealt = Segments.of(documents, places, Group(cp, rank)).dealt
         own = own_part(q, dealt.places, 2).transpose(1, 2).flatten(0, 1)

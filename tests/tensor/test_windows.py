@@ -8,11 +8,15 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.module_cost import BLOCK
+from parallel3d.model.recompute import NONE, SELECTIVE
 from parallel3d.model.spec import Attention
 from parallel3d.tensor import documents as documents_module
+from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.documents import attend_documents
 from parallel3d.tensor.segments import Segments
+from tests.contexts import layer_context
 from tests.counting import Counting
 
 pytestmark = pytest.mark.gloo
@@ -56,6 +60,39 @@ def test_window_equals_attention_with_a_mask(window):
             strict=True,
         ):
             torch.testing.assert_close(gradient, want)
+
+
+@pytest.mark.parametrize("value_size", [5, 12])
+@pytest.mark.parametrize("recompute", [NONE, SELECTIVE], ids=str)
+def test_layer_takes_values_of_another_size_and_sinks_of_its_caller(value_size, recompute):
+    torch.manual_seed(0)
+    mesh = Mesh()
+    context = layer_context(mesh.tensor.group, recompute=recompute)
+    like = {"dtype": torch.float64, "requires_grad": True}
+    for window, isolated, has_sinks in product((None, 7), (False, True), (False, True)):
+        layer = CausalAttention(
+            0.0,
+            "a",
+            context=context,
+            heads=(4, 2),
+            head_size=8,
+            value_size=value_size,
+            scale=SCALE,
+            window=window,
+        )
+        q, k = (torch.randn(2, heads, SEQ, 8, **like) for heads in (4, 2))
+        v = torch.randn(2, 2, SEQ, value_size, **like)
+        sinks = torch.randn(4, **like) if has_sinks else None
+        documents = DOCUMENTS if isolated else torch.zeros_like(DOCUMENTS)
+        segments = Segments.of(documents) if isolated else None
+        output = layer(q, k, v, segments, sinks=sinks)
+        expected = with_a_mask(q, k, v, documents, window, sinks).flatten(-2)
+        torch.testing.assert_close(output, expected)
+        inputs = [t for t in (q, k, v, sinks) if t is not None]
+        upstream = torch.randn_like(output)
+        wanted = torch.autograd.grad(expected, inputs, upstream)
+        torch.testing.assert_close(torch.autograd.grad(output, inputs, upstream), wanted)
+    mesh.close()
 
 
 def test_window_wider_by_one_is_detected():
