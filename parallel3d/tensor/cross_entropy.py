@@ -1,8 +1,10 @@
 """The passes of a cross-entropy over one tensor-parallel rank's logits, [tokens, vocab / tp].
 
 Compiled, they read the logits in the training dtype, otherwise in fp32. No pass allocates another
-tensor of the logits' size.
+tensor of the logits' size, except where logits are capped and passes are not compiled.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +12,24 @@ from torch import Tensor
 from parallel3d.tensor.compiled import Pointwise
 
 
+class Passes(NamedTuple):
+    """How the passes over logits are computed.
+
+    - `compiled`: each is one kernel.
+    - `softcap`: c, if the cross-entropy is that of the capped logits c tanh(logits / c).
+    """
+
+    compiled: bool = False
+    softcap: float | None = None
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap * tanh(logits / softcap), or the logits themselves if it is None."""
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
 def sum_rows(
-    logits: Tensor, here: Tensor, top: Tensor, picked: Tensor, total: Tensor, compiled: bool
+    logits: Tensor, here: Tensor, top: Tensor, picked: Tensor, total: Tensor, passes: Passes
 ) -> None:
     """Write statistics of each row of the logits, [tokens] each.
 
@@ -22,10 +40,12 @@ def sum_rows(
     `here` [tokens] is the label's column, any valid one if this rank does not have it. The logits
     are overwritten: afterwards only `gradient_of` may use them.
     """
-    if compiled:
-        for out, values in zip((top, picked, total), _rows.compiled(logits, here), strict=True):
+    if passes.compiled:
+        rows = _rows.compiled(logits, here, passes.softcap)
+        for out, values in zip((top, picked, total), rows, strict=True):
             out.copy_(values)
         return
+    logits = capped(logits, passes.softcap)
     torch.amax(logits, -1, out=top)
     logits.sub_(top.unsqueeze(-1))
     picked.copy_(logits.gather(-1, here.unsqueeze(-1)).squeeze(-1))
@@ -39,9 +59,11 @@ def gradient_of(
     here: Tensor,
     outside: Tensor,
     dtype: torch.dtype,
-    compiled: bool,
+    passes: Passes,
 ) -> Tensor:
     """Return the gradient by the logits, p - 1 at the label and p elsewhere, in their memory.
+
+    The slope of a cap multiplies it.
 
     - `factor` [tokens]: `sum_rows` has overwritten the logits, and has returned `top`; exponentials
       times `factor` are probabilities.
@@ -49,20 +71,31 @@ def gradient_of(
 
     1 is subtracted before rounding to `dtype`: in bf16 any p above 0.998 rounds to 1.
     """
-    if compiled:
-        _put_gradient.compiled(logits, top, factor, here, outside)
+    softcap = passes.softcap
+    if passes.compiled:
+        _put_gradient.compiled(logits, top, factor, here, outside, softcap)
         return logits
-    if factor is None:
-        probabilities = logits.sub_(top.unsqueeze(-1)).exp_()
-    else:
-        probabilities = logits.mul_(factor.unsqueeze(-1))
+    slope = None
+    if softcap is not None:  # `sum_rows` has overwritten a copy
+        logits = capped(logits, softcap)
+        slope = _slope(logits, softcap)
+        logits = logits.sub_(top.unsqueeze(-1)).exp_()
+    elif factor is None:
+        logits = logits.sub_(top.unsqueeze(-1)).exp_()
+    probabilities = logits if factor is None else logits.mul_(factor.unsqueeze(-1))
     hit = (~outside).to(probabilities.dtype).unsqueeze(-1)
-    return probabilities.scatter_add_(-1, here.unsqueeze(-1), -hit).to(dtype)
+    gradient = probabilities.scatter_add_(-1, here.unsqueeze(-1), -hit)
+    return (gradient if slope is None else gradient.mul_(slope)).to(dtype)
+
+
+def _slope(capped_logits: Tensor, softcap: float) -> Tensor:
+    """Return the derivative of `capped` where it has these values."""
+    return 1 - (capped_logits / softcap).square()
 
 
 @Pointwise
-def _rows(logits: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = logits.float()
+def _rows(logits: Tensor, here: Tensor, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    logits = capped(logits.float(), softcap)
     top = logits.amax(-1)
     lower = logits - top.unsqueeze(-1)
     picked = lower.gather(-1, here.unsqueeze(-1)).squeeze(-1)
@@ -71,12 +104,21 @@ def _rows(logits: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @Pointwise
 def _put_gradient(
-    logits: Tensor, top: Tensor, factor: Tensor | None, here: Tensor, outside: Tensor
+    logits: Tensor,
+    top: Tensor,
+    factor: Tensor | None,
+    here: Tensor,
+    outside: Tensor,
+    softcap: float | None,
 ) -> None:
     """Overwrite the logits with their gradient."""
-    probabilities = (logits.float() - top.unsqueeze(-1)).exp()
+    values = capped(logits.float(), softcap)
+    probabilities = (values - top.unsqueeze(-1)).exp()
     if factor is not None:
         probabilities = probabilities * factor.unsqueeze(-1)
     columns = torch.arange(logits.shape[-1], device=logits.device)
     label = (columns == here.unsqueeze(-1)) & ~outside.unsqueeze(-1)  # no scatter: one pass
-    logits.copy_(probabilities - label.to(probabilities.dtype))
+    gradient = probabilities - label.to(probabilities.dtype)
+    if softcap is not None:
+        gradient = gradient * _slope(values, softcap)
+    logits.copy_(gradient)

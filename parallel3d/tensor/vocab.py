@@ -9,6 +9,7 @@ from torch import Tensor
 
 from parallel3d.tensor.collectives import reduce_from_group
 from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.cross_entropy import capped
 from parallel3d.tensor.cut import CutModule, cut_of, cut_parameter
 from parallel3d.tensor.loss import local_ids, vocab_parallel_loss
 from parallel3d.tensor.product import column_linear
@@ -36,13 +37,28 @@ class VocabParallelEmbedding(CutModule):
 
 
 class VocabParallelOutput(CutModule):
-    """Vectors [..., size] and labels -> loss, with the weight's rows cut like an embedding's."""
+    """Vectors [..., size] and labels -> loss, with the weight's rows cut like an embedding's.
 
-    def __init__(self, vocab_size: int, size: int, *, context: LayerContext) -> None:
+    - `bias`: each word has one, cut like the rows.
+    - `softcap`: c, if the logits become c tanh(logits / c).
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        size: int,
+        *,
+        context: LayerContext,
+        bias: bool = False,
+        softcap: float | None = None,
+    ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.context = context
-        self.weight = cut_parameter((vocab_size, size), tensor=(0, context.group))
+        self.softcap = softcap
+        cut = (0, context.group)
+        self.weight = cut_parameter((vocab_size, size), tensor=cut)
+        self.bias = cut_parameter((vocab_size,), tensor=cut) if bias else None
 
     def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the mean loss [] in nats, or in evaluation each token's loss [batch, seq].
@@ -52,7 +68,13 @@ class VocabParallelOutput(CutModule):
         - `weights` [batch, seq]: return the sum of the losses times these instead of the mean.
         """
         losses = vocab_parallel_loss(
-            x, self.weight, labels, vocab_size=self.vocab_size, context=self.context
+            x,
+            self.weight,
+            labels,
+            vocab_size=self.vocab_size,
+            context=self.context,
+            bias=self.bias,
+            softcap=self.softcap,
         ).masked_fill(labels == IGNORED, 0.0)
         if not self.training:
             return losses
@@ -60,4 +82,7 @@ class VocabParallelOutput(CutModule):
 
     def logits(self, x: Tensor) -> Tensor:
         """x [..., size], or its part of the sequence -> this rank's logits [..., vocab / tp]."""
-        return column_linear(x, [self.weight], self.context)[0]
+        (logits,) = column_linear(x, [self.weight], self.context)
+        if self.bias is not None:
+            logits.add_(self.bias)
+        return capped(logits, self.softcap)

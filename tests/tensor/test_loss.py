@@ -18,10 +18,11 @@ from parallel3d.tensor import compiled
 from parallel3d.tensor import loss as loss_module
 from parallel3d.tensor.cut import even_split
 from parallel3d.tensor.loss import vocab_parallel_loss
+from parallel3d.tensor.vocab import VocabParallelOutput
 from parallel3d.verify.local_ranks import RankFailed, run_locally
 from tests.contexts import layer_context
 from tests.meshes import sizes_of
-from tests.tensor.test_layers import EXAMPLE, SIZES, close, in_type, share, tensors
+from tests.tensor.test_layers import EXAMPLE, SIZES, close, give, in_type, share, tensors
 
 pytestmark = pytest.mark.gloo
 
@@ -88,7 +89,36 @@ def check_loss_in_parts(s, group, tolerance):
         close(gradient, share(w.grad, 0, group), f"weight gradient, {tokens} at a time", tolerance)
 
 
-CHECKS = (check_cross_entropy, check_loss_in_parts)
+def check_capped_head(s, group, tolerance):
+    """With a bias and a soft-cap that bends most logits: the loss of each token, and logits."""
+    shape = s.batch, 4 * s.seq
+    softcap = 1.5
+    context = layer_context(group, sequence_parallel=s.split)
+    x, w, b = tensors(s.seed, (*shape, s.narrow), (s.wide, s.narrow), (s.wide,))
+    generator = torch.Generator().manual_seed(s.seed)
+    labels = torch.randint(s.wide, shape, generator=generator)
+    grad = torch.rand(shape, generator=generator) / labels.numel()
+    logits = softcap * torch.tanh(F.linear(x, w, b) / softcap)
+    want = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
+    want = want.view(shape)
+    want.backward(grad)
+    for tokens in (3, labels.numel()):
+        mine = s.part(x.detach(), group).clone().requires_grad_()
+        head = VocabParallelOutput(s.wide, s.narrow, context=context, bias=True, softcap=softcap)
+        give(head, weight=w, bias=b)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transformer_cost, "LOGITS_AT_ONCE", tokens * len(head.weight))
+            loss = head.eval()(mine, labels)
+            loss.backward(grad)
+        what = f"{tokens} tokens at a time"
+        close(loss, want, f"loss, {what}", tolerance)
+        close(head.logits(mine), share(logits, -1, group), "logits", tolerance)
+        close(mine.grad, s.part(x.grad, group), f"input gradient, {what}", tolerance)
+        close(head.weight.grad, share(w.grad, 0, group), f"weight gradient, {what}", tolerance)
+        close(head.bias.grad, share(b.grad, 0, group), f"bias gradient, {what}", tolerance)
+
+
+CHECKS = (check_cross_entropy, check_loss_in_parts, check_capped_head)
 
 
 def check_on_rank(rank, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1, 1, 4)), checks=None):
