@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 
 from parallel3d.base.explain import SettingDoc
 from parallel3d.config import auto, settings
-from parallel3d.config.deepspeed_keys import ANY, BY_SECTION, Key
+from parallel3d.config.deepspeed_keys import BY_SECTION
+from parallel3d.config.unused_key import ANY, Key
 
 _INTRODUCTION = """\
 # Settings
@@ -38,7 +39,8 @@ _KEYS = """\
 
 These keys of DeepSpeed 0.19.8 are not settings of parallel3d. The accepted values have no effect
 here, and any other value is refused for the reason in the second column. Keys that begin with `_`
-are comments, except in the block "parallel3d". `bfloat16` is read if `bf16` is missing.
+are comments, except in the block "parallel3d". `bfloat16` is read if `bf16` is missing. A block
+that is switched off may have DeepSpeed's other keys of it, but not without its switch.
 """
 
 

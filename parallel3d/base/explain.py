@@ -184,13 +184,8 @@ def _unknown(
     """Yield the problem of an unknown key: why it is refused, else the setting it may mean."""
     section, _, key = path.rpartition(".")
     refused = root.refused.get(section, {})
-    inside = root.refused.get(path, {})
     if key in refused:
-        named = value if inside and isinstance(value, dict) else {}
-        for name, item in named.items():
-            yield Problem(f"{path}.{name}", item, *_split(inside.get(name, refused[key])))
-        if not named:
-            yield Problem(path, value, *_split(refused[key]))
+        yield from refused[key].problems(path, value)
         return
     known = list(model.model_fields) if model else []
     listed = {setting.path: setting.only for setting in settings(root)}

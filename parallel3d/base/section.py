@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Annotated, ClassVar, Self, TypeVar
+from typing import Annotated, ClassVar, Protocol, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -27,8 +27,8 @@ class Section(BaseModel):
     """One frozen block of settings: unknown keys and wrong types are errors, never converted."""
 
     # Only those of the outermost section are used.
-    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    """Known keys that are refused, by the path of their block; the texts are "rule; remedy"."""
+    refused: ClassVar[Mapping[str, Mapping[str, "Refusal"]]] = {}
+    """Known keys that are refused, by the path of their block."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -64,6 +64,13 @@ class Problem:
     def error(self) -> "Problems":
         """Return the error of a config with this problem alone, to be raised."""
         return Problems([self])
+
+
+class Refusal(Protocol):
+    """Why a known key cannot be used."""
+
+    def problems(self, path: str, value: object) -> Iterable[Problem]:
+        """Return the problems of `value` at `path`."""
 
 
 def nearest(name: str, known: Collection[str]) -> str:

@@ -4,12 +4,14 @@ A test compares the defaults with the installed DeepSpeed. Keys that parallel3d 
 are in deepspeed_keys.py and are refused by name.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import Choice, Natural, PathText, Positive, Section, Size
+from parallel3d.base.section import Choice, Natural, PathText, Positive, Problem, Section, Size
+from parallel3d.config.switch import Switched, missing_switch
 from parallel3d.model import optimizers
 
 # Shown in the message where the block is missing, so that it can be pasted.
@@ -78,14 +80,14 @@ class OptimizerConfig(Section):
         return file_of(self.type)
 
 
-class Bf16Config(Section):
+class Bf16Config(Switched):
     """Training in bfloat16 with fp32 master weights."""
 
     enabled: bool = False
     """Compute in bfloat16. Master weights are fp32, and gradients are accumulated in fp32."""
 
 
-class Fp16Config(Section):
+class Fp16Config(Switched):
     """Training in fp16 with fp32 master weights and a loss scale."""
 
     enabled: bool = False
@@ -104,16 +106,26 @@ class Fp16Config(Section):
     """Lower bound of the dynamic scale."""
 
 
-class OffloadOptimizerConfig(Section):
+class OffloadConfig(Section):
+    """A part of the training state that may live outside the device."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """Where it lives; required if the block has other keys."""
+    nvme_path: PathText | None = None
+    """Folder on the NVMe drive of each node; required by device "nvme"."""
+    pin_memory: bool = True
+    """Use page-locked host memory, so that copies overlap with compute."""
+
+    def _problems(self) -> Iterable[Problem]:
+        return missing_switch("device", self.model_fields_set, '"cpu", "nvme" or "none"')
+
+
+class OffloadOptimizerConfig(OffloadConfig):
     """Where the optimizer state lives and where the optimizer runs."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """"cpu" keeps moments and master weights in host memory and updates them there; "nvme" (stage
     3) keeps them on disk."""
-    nvme_path: PathText | None = None
-    """Folder on the NVMe drive of each node; required by device "nvme"."""
-    pin_memory: bool = True
-    """Use page-locked host memory, so that copies overlap with compute."""
     buffer_count: int = Field(default=4, ge=4)
     """Buffers for NVMe, each as large as the largest sub-group. A step needs 4 (parameter, gradient
     and two moments), plus 4 each for pipeline_read and pipeline_write."""
@@ -123,15 +135,11 @@ class OffloadOptimizerConfig(Section):
     """Write the previous states to NVMe while the current ones are updated."""
 
 
-class OffloadParamConfig(Section):
+class OffloadParamConfig(OffloadConfig):
     """Where ZeRO-3 keeps its parameter shards between uses."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """"cpu" keeps this rank's shards in host memory; "nvme" keeps them on disk."""
-    nvme_path: PathText | None = None
-    """Folder on the NVMe drive of each node; required by device "nvme"."""
-    pin_memory: bool = True
-    """Use page-locked host memory, so that copies overlap with compute."""
     buffer_count: Natural = 5
     """Number of buffers for NVMe."""
     buffer_size: Size = Field(default=100_000_000, ge=0)

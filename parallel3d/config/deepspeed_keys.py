@@ -5,48 +5,12 @@ that parallel3d does not have. Any other value is refused with a reason.
 tests/config/test_deepspeed_keys.py compares the tables with the installed DeepSpeed.
 """
 
-from dataclasses import dataclass, field
-
-from parallel3d.base.section import ABSENT
-
-ANY: object = object()  # stands for every value
-
-
-@dataclass(frozen=True)
-class Key:
-    """A DeepSpeed key that is not a setting: which values are accepted, and why others are not."""
-
-    reason: str
-    """Why other values are refused: "rule; remedy"."""
-    values: tuple[object, ...] = ()
-    """Accepted values."""
-    items: dict[str, tuple[object, ...]] = field(default_factory=dict)
-    """For a block: the accepted values of each of its keys."""
-    switch: str = ""
-    """For a block: its key that turns it on; a block that is off is accepted whatever it holds."""
-    reasons: dict[str, str] = field(default_factory=dict)
-    """For a block: reasons of single keys, in place of `reason`."""
-
-    def refused(self, value: object) -> object:
-        """Return the part of `value` that is refused; ABSENT if all of it is accepted."""
-        if any(_same(value, v) for v in self.values):
-            return ABSENT
-        if not isinstance(value, dict) or not (self.switch or self.items):
-            return value
-        if self.switch:
-            return ABSENT if value.get(self.switch, False) is False else value
-        return {k: v for k, v in value.items() if not self._accepts(k, v)} or ABSENT
-
-    def _accepts(self, item: str, value: object) -> bool:
-        return any(_same(value, v) for v in self.items.get(item, ()))
-
-
-def _same(a: object, b: object) -> bool:
-    """Return True if a equals b (or b is ANY) in JSON, where 1 equals 1.0 but not true."""
-    return b is ANY or (a == b and isinstance(a, bool) == isinstance(b, bool))
-
+from parallel3d.config.switched_blocks import SWITCHED_BLOCKS
+from parallel3d.config.unused_key import ANY, Key
 
 _TIMERS = (
+    {},
+    *({"synchronized": s} for s in (True, False)),
     *({"enabled": e} for e in (True, False)),
     *({"enabled": e, "synchronized": s} for e in (True, False) for s in (True, False)),
 )
@@ -71,15 +35,13 @@ _GONE = "was removed in DeepSpeed 0.19; remove it"
 _METRICS = "is not used: metrics.jsonl records loss, speed, memory and MFU of every step; remove it"
 _OWN_LOOP = "is not used: parallel3d scales and reduces the gradients itself; remove it"
 _CHECKPOINT = "is not used: parallel3d writes its own checkpoint format; remove it"
-_NO_EXPERTS = "is not supported: experts are not distributed over ranks; remove it"
 _MASTERS = "is not supported: master weights and moments are fp32; remove it"
 
 
-_GONE_UNLESS_OFF = Key(_GONE, switch="enabled")
 _EITHER = Key("must be true or false, and has no effect; remove it", (True, False))
 _NO_EFFECT = Key("has no effect; remove it", (ANY,))
 _ONE_BIT = Key("is for 1-bit optimizers, which are not supported; remove it")
-TOP_LEVEL = {
+TOP_LEVEL = SWITCHED_BLOCKS | {
     "activation_checkpointing": Key(
         f"is not used; set {_RECOMPUTE}",
         # The number of checkpoints matters to contiguous_memory_optimization only. Synchronizing at
@@ -101,11 +63,6 @@ TOP_LEVEL = {
             'parallel3d.pipeline.offload_activations = "cpu"',
         },
     ),
-    "amp": Key("was removed in DeepSpeed 0.19; use bf16", switch="enabled"),
-    "autotuning": Key(
-        "is not supported: it relaunches the training script; remove it, or run `parallel3d plan`",
-        switch="enabled",
-    ),
     "bfloat16": Key('is the old name of "bf16", which is set too; remove it'),
     "checkpoint": Key(
         f"{_CHECKPOINT}, or set parallel3d.checkpoint",
@@ -118,14 +75,7 @@ TOP_LEVEL = {
             "parallel_write": ({}, {"pipeline_stage": False}),
         },
     ),
-    "compile": Key(
-        "is not supported; remove it, or set parallel3d.train.compile", switch="deepcompile"
-    ),
     "compression_training": Key(_GONE),
-    "curriculum_learning": _GONE_UNLESS_OFF,
-    "data_efficiency": Key(
-        "is not used: parallel3d sets the order of samples itself; remove it", switch="enabled"
-    ),
     "data_parallel_size": Key("is not used; set parallel3d.mesh.dp"),
     "data_types": Key(
         "must be fp32: gradients are accumulated and reduced in fp32 so that results do not depend "
@@ -146,21 +96,14 @@ TOP_LEVEL = {
         "is not supported: Python's garbage collection stays on; remove it", (False,)
     ),
     "dump_state": _EITHER,
-    "eigenvalue": _GONE_UNLESS_OFF,
-    "elasticity": Key(
-        "was removed in DeepSpeed 0.19; set train_micro_batch_size_per_gpu", switch="enabled"
-    ),
-    "expert_parallel": Key(_NO_EXPERTS, switch="enabled"),
     "gradient_allreduce_op": Key(_OWN_LOOP, ("mean",)),
     "gradient_predivide_factor": Key(_OWN_LOOP, (1,)),
     "graph_harvesting": Key(_GONE, (False,)),
-    "hybrid_engine": Key("is not supported: it is for RLHF; remove it", switch="enabled"),
     "log_level": Key(
         "must be a log level, and has no effect: DeepSpeed logs errors only; remove it", _LOG_LEVELS
     ),
     "managed_gradient_accumulation": Key(_OWN_LOOP, (True,)),
     "memory_breakdown": _EITHER,
-    "nebula": _GONE_UNLESS_OFF,
     "pipeline": Key(
         "is not used: DeepSpeed's pipeline engine does not run; set parallel3d.pipeline",
         items={
@@ -173,8 +116,6 @@ TOP_LEVEL = {
         },
     ),
     "prescale_gradients": _EITHER,  # gradients are reduced in fp32, so only rounding could differ
-    "progressive_layer_drop": _GONE_UNLESS_OFF,
-    "quantize_training": _GONE_UNLESS_OFF,
     "seq_parallel_communication_data_type": Key(
         "is not used: it is for DeepSpeed-Ulysses; remove it", (None, "fp32")
     ),
@@ -189,10 +130,10 @@ TOP_LEVEL = {
     ),
     # DeepSpeed's throughput line is never printed.
     "timers": Key(_METRICS, items={"throughput": _TIMERS}),
-    "torch_autocast": Key(
-        "is not used: the whole model computes in one precision; use bf16", switch="enabled"
+    "use_data_before_expert_parallelism": Key(
+        "is not used: mesh.ep ranks are always within dp; remove it, and set parallel3d.mesh.ep",
+        (False,),
     ),
-    "use_data_before_expert_parallelism": Key(_NO_EXPERTS, (False,)),
     "vocabulary_size": Key("is not used; set parallel3d.model.vocab_size", (None,)),
     "weight_quantization": Key("is not supported: it is for inference; remove it"),
     "zero_allow_untested_optimizer": _EITHER,
@@ -374,8 +315,5 @@ REMOVED: dict[str, dict[str, Key]] = {
         "mscale_all_dim": Key(_DEEPSEEK, (None,)),
     },
 }
-# Why values are refused, by the path of the block and the key.
-REASONS = {
-    section: {name: key.reason for name, key in keys.items()}
-    for section, keys in (BY_SECTION | REMOVED).items()
-} | {name: key.reasons for name, key in TOP_LEVEL.items() if key.reasons}
+# All of them, by the dotted path of the block that has the keys.
+UNUSED = BY_SECTION | REMOVED

@@ -8,9 +8,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from parallel3d.base.section import Items, Natural, PathText, Positive, Section, Strings
+from parallel3d.base.section import Items, Natural, PathText, Positive, Strings
+from parallel3d.config.switch import Switched
 
-# Blocks that have no effect unless `enabled` is true.
+# DeepSpeed's null means the same as a missing block.
 SWITCHED = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger")
 Tracker = Literal[
     "tensorboard",
@@ -25,13 +26,6 @@ Tracker = Literal[
     "trackio",
 ]
 Trackers = Items[Tracker]
-
-
-class Switched(Section):
-    """A block that has no effect unless `enabled` is true."""
-
-    enabled: bool = False
-    """Use this block. If false, its other keys are not checked."""
 
 
 class TensorBoardConfig(Switched):

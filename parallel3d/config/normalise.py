@@ -13,7 +13,7 @@ from parallel3d.base.reader import JsonObject, block_at, blocks_at, value_at
 from parallel3d.base.section import ABSENT
 from parallel3d.config import auto, folders, pretrained
 from parallel3d.config.deepspeed import DEFAULT_LR
-from parallel3d.config.deepspeed_keys import BY_SECTION, REMOVED, TOP_LEVEL
+from parallel3d.config.deepspeed_keys import TOP_LEVEL, UNUSED
 from parallel3d.config.monitors import SWITCHED
 from parallel3d.config.parallel3d_block import Parallel3DConfig
 
@@ -46,19 +46,14 @@ def normalise(raw: JsonObject) -> tuple[JsonObject, list[str]]:
         if blocks[section].get(name, ABSENT) is None:
             del blocks[section][name]
     for name in SWITCHED:
-        switched = raw.get(name, ABSENT)
-        if switched is None or (
-            isinstance(switched, dict) and switched.get("enabled", False) is False
-        ):
+        if raw.get(name, ABSENT) is None:
             del raw[name]
     if "bfloat16" in raw and "bf16" not in raw:
         raw["bf16"] = raw.pop("bfloat16")
-    keys = BY_SECTION | REMOVED
-    for section, block in blocks_at(raw, keys).items():
-        for name in keys[section].keys() & block.keys():
-            refused = keys[section][name].refused(block.pop(name))
-            if refused is not ABSENT:
-                block[name] = refused
+    for section, block in blocks_at(raw, UNUSED).items():
+        for name in UNUSED[section].keys() & block.keys():
+            if not any(UNUSED[section][name].problems(name, block[name])):
+                del block[name]
     folders.register(raw)
     notes += pretrained.fill(raw)
     return raw, [*notes, *auto.resolve(raw)]

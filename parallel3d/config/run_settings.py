@@ -7,7 +7,7 @@ from pydantic import Field, PlainValidator
 
 from parallel3d.base.masking import mask_values
 from parallel3d.base.reader import JsonObject
-from parallel3d.base.section import Positive, Section, Size
+from parallel3d.base.section import Positive, Refusal, Section, Size
 from parallel3d.config import deepspeed, deepspeed_keys, parallel3d_block
 from parallel3d.config.deepspeed import (
     AioConfig,
@@ -33,7 +33,7 @@ from parallel3d.config.scheduler import SCHEDULER
 class RunSettings(Section):
     """One ds.json: DeepSpeed's keys with DeepSpeed's meaning, and the "parallel3d" block."""
 
-    refused: ClassVar[Mapping[str, Mapping[str, str]]] = deepspeed_keys.REASONS
+    refused: ClassVar[Mapping[str, Mapping[str, Refusal]]] = deepspeed_keys.UNUSED
 
     train_batch_size: Positive | None = None
     """Samples per step: micro batch x accumulation x dp. As in DeepSpeed, a size that is not set is

@@ -1,6 +1,7 @@
 """DeepSpeed's own keys: what is accepted and left out, old names, "auto", and batch arithmetic."""
 
 import json
+import re
 from functools import reduce
 from math import prod
 from operator import getitem
@@ -10,7 +11,7 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.arithmetic import samples_of_epochs
-from parallel3d.config.deepspeed_keys import ANY, BY_SECTION, REASONS
+from parallel3d.config.deepspeed_keys import ANY, BY_SECTION
 from parallel3d.config.deepspeed_keys import REMOVED as GONE
 from parallel3d.config.normalise import apply_overrides
 from tests.config.configs import REMOVED, error_of, raw
@@ -61,12 +62,62 @@ def test_key_is_dropped_if_neutral_and_refused_otherwise(path, key):
     for value in neutral:
         config = RunConfig.from_dict(raw(**placed(path, value)))
         assert name not in reduce(getitem, sections, config.to_dict())
-    if ANY in key.values:
+    if key.values == (ANY,):
         return
-    message = error_of(**placed(path, {key.switch: True} if key.switch else "?"))
-    assert f"{path} = " in message
+    refused = {key.switch: True} if key.switch else "?"
+    message = error_of(**placed(path, refused))
+    assert f"{path}.{key.switch} = true: " in message or f'{path} = "?": ' in message
     assert key.reason.partition("; ")[0] in message
     assert key.reason.partition("; ")[2] in message
+
+
+# A block, and what its message must say. The first rows are the same slip in each kind of block.
+SLIPS = [
+    ("tensorboard", {"enable": True, "output_path": "x"}, 'enable = true: .*nearest .*"enabled"'),
+    ("wandb", {"Enabled": True}, 'Enabled = true: .*nearest .*"enabled"'),
+    ("fp16", {"enabeld": True}, 'enabeld = true: .*nearest .*"enabled"'),
+    ("autotuning", {"enable": True, "fast": True}, 'enable = true: .*nearest .*"enabled"'),
+    ("nebula", {"ENABLED": True}, 'ENABLED = true: .*nearest .*"enabled"'),
+    ("compile", {"deep_compile": True}, 'deep_compile = true: .*nearest .*"deepcompile"'),
+    # A switch that is missing beside other keys.
+    ("csv_monitor", {"output_path": "x"}, "enabled: is missing beside output_path; write true or"),
+    ("bf16", {"check_grad_overflow": False}, "check_grad_overflow = false: must be true"),
+    ("fp16", {"loss_scale": 0}, "enabled: is missing beside loss_scale; write true or false"),
+    ("amp", {"opt_level": "O1"}, "enabled: is missing beside opt_level; write false: amp was rem"),
+    ("data_efficiency", {"seed": 1}, "enabled: is missing beside seed; write false"),
+    ("compile", {"disable": False, "backend": "inductor"}, "deepcompile: is missing .*train.comp"),
+    ("zero_optimization.offload_optimizer", {"pin_memory": True}, "device: is missing .*cpu"),
+    ("zero_optimization.offload_param", {"buffer_count": 6}, "device: is missing .*nvme"),
+    # Keys of a block that is off.
+    ("tensorboard", {"enabled": False, "outptu_path": "x"}, 'outptu_path .*"output_path"'),
+    ("comet", {"enabled": False, "samples_log_interval": "x"}, "samples_log_interval .*integer"),
+    ("flops_profiler", {"enabled": False, "profile_stpe": 1}, 'profile_stpe .*"profile_step"'),
+    ("elasticity", {"enabled": False, "micro_batchsizes": [1]}, '.*"micro_batch_sizes"'),
+    ("hybrid_engine", {"enabled": False, "rows": 1}, "rows = 1: is not a setting; use enabl"),
+    ("compile", {"deepcompile": False, "backend": "x"}, 'backend = "x": is not a setting'),
+    # Values that are neither true nor false.
+    ("torch_autocast", {"enabled": "auto"}, 'enabled = "auto": is not used'),
+    ("eigenvalue", {"enabled": 0}, "enabled = 0: was removed"),
+]
+
+
+@pytest.mark.parametrize(("path", "block", "words"), SLIPS, ids=[slip[0] for slip in SLIPS])
+def test_keys_of_a_block_are_checked_on_or_off(path, block, words):
+    message = error_of(**{path: block})
+    assert message.startswith("1 problem ") or path == "compile"
+    assert re.search(rf"\n  {re.escape(path)}\.{words}", message), message
+
+
+def test_block_that_is_off_by_default_in_deepspeed_may_be_empty():
+    names = ("tensorboard", "wandb", "fp16", "bf16", "amp", "compile", "autotuning")
+    off: dict[str, dict[str, object]] = {name: {} for name in names}
+    assert RunConfig.from_dict(raw(**off)) == RunConfig.from_dict(raw())
+
+
+def test_throughput_timer_is_on_by_default_as_in_deepspeed():
+    """So its switch may be missing beside other keys."""
+    timers = {"throughput": {"synchronized": False}}
+    assert RunConfig.from_dict(raw(timers=timers)) == RunConfig.from_dict(raw())
 
 
 def test_real_world_file_is_resolved():
@@ -163,8 +214,8 @@ def test_message_of_a_missing_block_can_be_pasted():
 
 def test_parameters_of_other_optimizers_are_refused_one_by_one():
     """Those of 1-bit Adam, 0/1 Adam and 1-bit LAMB, each with the optimizer that it belongs to."""
-    reasons = REASONS["optimizer.params"]
-    names = [name for name, reason in reasons.items() if "1-bit" in reason]
+    keys = BY_SECTION["optimizer.params"]
+    names = [name for name, key in keys.items() if "1-bit" in key.reason]
     assert {"freeze_step", "var_update_scaler", "factor_threshold"} <= {*names}
     params = {"lr": 1e-3} | dict.fromkeys(names, 1)
     message = error_of(optimizer={"type": "OneBitLamb", "params": params})

@@ -9,8 +9,10 @@ from itertools import cycle
 from unittest.mock import patch
 
 import pytest
+from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
+from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 from deepspeed.monitor import config as monitor
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
@@ -27,7 +29,6 @@ from deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadParamConfig,
 )
 
-from parallel3d.base.section import ABSENT
 from parallel3d.config import RunConfig, deepspeed, deepspeed_keys, monitors
 from parallel3d.config.run_settings import RunSettings
 from parallel3d.config.scheduler import SCHEDULERS
@@ -103,7 +104,7 @@ def test_section_has_keys_and_defaults_of_deepspeed(theirs, ours, path):
             assert field.default == defaults[name], name
     for name, key in others.items():
         if name in defaults and name != "leaf_module":  # the default is a list of models
-            assert key.refused(defaults[name]) is ABSENT, name
+            assert not [*key.problems(name, defaults[name])]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_schedulers_have_parameters_of_deepspeed():
         assert set(ours) == set(names) - set(others), name
         for key, default in defaults.items():
             if key in others:
-                assert others[key].refused(default) is ABSENT, key
+                assert not [*others[key].problems(key, default)]
             else:
                 assert ours[key].default == default, key
 
@@ -173,7 +174,7 @@ def test_scalar_defaults_are_those_of_deepspeed():
             default = getattr(config, name)
             # DeepSpeed's own default asks for its own Adam in host memory.
             if isinstance(default, bool | float) and name != "zero_force_ds_cpu_optimizer":
-                assert key.refused(default) is ABSENT, name
+                assert not [*key.problems(name, default)]
 
 
 @pytest.mark.parametrize(
@@ -186,15 +187,26 @@ def test_scalar_defaults_are_those_of_deepspeed():
 )
 def test_block_of_defaults_is_accepted(name, defaults):
     assert set(defaults) <= set(deepspeed_keys.TOP_LEVEL[name].items)
-    assert deepspeed_keys.TOP_LEVEL[name].refused(defaults) is ABSENT
+    assert not [*deepspeed_keys.TOP_LEVEL[name].problems(name, defaults)]
 
 
 @pytest.mark.parametrize(
     ("name", "section"), [("compile", CompileConfig), ("hybrid_engine", HybridEngineConfig)]
 )
 def test_switch_of_a_block_is_off_by_default(name, section):
-    switch = deepspeed_keys.TOP_LEVEL[name].switch
-    assert section.model_fields[switch].default is False
+    key = deepspeed_keys.TOP_LEVEL[name]
+    assert section.model_fields[key.switch].default is False
+    assert {key.switch, *key.beside} == set(section.model_fields)
+
+
+def test_blocks_read_key_by_key_have_the_keys_of_deepspeed():
+    autotuning = Recorder({"enabled": False})
+    DeepSpeedAutotuningConfig({"autotuning": autotuning})
+    experts = Recorder({"enabled": False})
+    parse_autoep_config(experts)
+    for name, asked in (("autotuning", autotuning.asked), ("expert_parallel", experts.asked)):
+        key = deepspeed_keys.TOP_LEVEL[name]
+        assert {key.switch, *key.beside} >= asked, asked - {*key.beside}
 
 
 def test_optimizer_parameters_are_those_of_deepspeed():
