@@ -16,7 +16,7 @@ from parallel3d.tensor.dealt import is_fused
 from parallel3d.tensor.documents import attend_documents, in_one_kernel
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.recompute import run_again
-from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.segments import Segments, undealt_block
 
 
 class CausalAttention(nn.Module):
@@ -28,6 +28,7 @@ class CausalAttention(nn.Module):
     - `window`: how many tokens a query sees, itself included; None means all before it.
     - `sinks`: a learned scalar per head joins its scores in the softmax, without a value. An
       architecture that holds its own passes them to `forward` instead.
+    - `softcap`: c, if scores become c tanh(scores / c) before they are masked; without dropout.
     - With segments, a query attends only within its own document.
     - "core_attn" in `context.recompute.parts`: recompute the attention in backward ("selective"
       recomputation, arXiv:2205.05198, section 5).
@@ -45,8 +46,10 @@ class CausalAttention(nn.Module):
         scale: float | None = None,
         window: int | None = None,
         sinks: bool = False,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
+        assert softcap is None or dropout == 0, "no kernel has both a soft-cap and dropout"
         self.dropout = Dropout(dropout, place, key=context.key, split_over=context.group)
         tp = context.group.size()
         self.heads_here = (heads[0] // tp, max(1, heads[1] // tp))
@@ -54,6 +57,7 @@ class CausalAttention(nn.Module):
         self.recompute = "core_attn" in context.recompute.parts
         self.scale = scale
         self.window = window
+        self.softcap = softcap
         self.cp = 1 if context.sample_group is None else context.sample_group.size()
         self.sinks = cut_parameter((heads[0],), tensor=(0, context.group)) if sinks else None
 
@@ -83,10 +87,19 @@ class CausalAttention(nn.Module):
         self.dropout.seed(q.device)
         sinks = self.sinks if sinks is None else sinks
         is_cut = self.window is not None and self.window < q.shape[2]
-        is_plain = segments is None and not is_cut and sinks is None
+        is_plain = segments is None and not is_cut and sinks is None and self.softcap is None
         if not is_plain or q.shape[-1] != v.shape[-1]:
-            p = self.dropout.active_p
-            return attend_documents(q, k, v, segments, p, self.scale, self.window, sinks)
+            return attend_documents(
+                q,
+                k,
+                v,
+                segments,
+                self.dropout.active_p,
+                self.scale,
+                self.window,
+                sinks,
+                self.softcap,
+            )
         y = F.scaled_dot_product_attention(
             q,
             k,
@@ -139,9 +152,12 @@ def log_kernel(
     if not layers:
         return
     layer = max(layers, key=lambda m: m.window or seq)
-    if layer.cp > 1:
-        fused = is_fused(device, block_tokens(seq, layer.cp))
-        say(f"kernel  attention of dealt tokens runs as {'flex' if fused else 'plain products'}")
+    if layer.cp > 1 or layer.softcap is not None:
+        whole = layer.cp == 1
+        block = undealt_block(seq) if whole else block_tokens(seq, layer.cp)
+        what = "attention with a soft-cap" if whole else "attention of dealt tokens"
+        name = "flex" if is_fused(device, block) else "plain products"
+        say(f"kernel  {what} runs as {name}")
         return
     q_heads, kv_heads = layer.heads_here
     like = partial(torch.empty, dtype=dtype, device=device, requires_grad=True)

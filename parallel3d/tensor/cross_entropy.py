@@ -78,7 +78,7 @@ def gradient_of(
     slope = None
     if softcap is not None:  # `sum_rows` has overwritten a copy
         logits = capped(logits, softcap)
-        slope = _slope(logits, softcap)
+        slope = slope_of_cap(logits, softcap)
         logits = logits.sub_(top.unsqueeze(-1)).exp_()
     elif factor is None:
         logits = logits.sub_(top.unsqueeze(-1)).exp_()
@@ -88,7 +88,7 @@ def gradient_of(
     return (gradient if slope is None else gradient.mul_(slope)).to(dtype)
 
 
-def _slope(capped_logits: Tensor, softcap: float) -> Tensor:
+def slope_of_cap(capped_logits: Tensor, softcap: float) -> Tensor:
     """Return the derivative of `capped` where it has these values."""
     return 1 - (capped_logits / softcap).square()
 
@@ -120,5 +120,5 @@ def _put_gradient(
     label = (columns == here.unsqueeze(-1)) & ~outside.unsqueeze(-1)  # no scatter: one pass
     gradient = probabilities - label.to(probabilities.dtype)
     if softcap is not None:
-        gradient = gradient * _slope(values, softcap)
+        gradient = gradient * slope_of_cap(values, softcap)
     logits.copy_(gradient)

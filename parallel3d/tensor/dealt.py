@@ -2,7 +2,8 @@
 
 Keys and values are gathered over the group, and their gradients reduced and scattered
 (arXiv:2407.21783, section 3.3.2). They are not kept for the backward, which gathers them again: so
-what a rank keeps is its own share.
+what a rank keeps is its own share. Scores with a soft-cap are made here also where one rank has all
+tokens, because torch's other kernels have none.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
 from parallel3d.tensor.collectives import Conjugate, Context
 from parallel3d.tensor.compiled import graph_break
+from parallel3d.tensor.cross_entropy import capped, slope_of_cap
 from parallel3d.tensor.segments import Dealt
 
 _TILE = 128  # tokens of a block of FlexAttention
@@ -33,11 +35,12 @@ def attend_dealt(
     scale: float | None,
     window: int | None,
     sinks: Tensor | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend within documents: q, k, v [tokens here, heads, size] -> that of q with the size of v.
 
-    Tokens are those of the flattened batch; the heads of k and v divide those of q. `window` and
-    `sinks`: see `documents.attend_documents`.
+    Tokens are those of the flattened batch; the heads of k and v divide those of q. `window`,
+    `sinks` and `softcap`: see `documents.attend_documents`.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if is_fused(q.device, dealt.block):
@@ -45,9 +48,9 @@ def attend_dealt(
             _joined(k, v), partial(_gather, dealt=dealt), partial(_scatter, dealt=dealt)
         )  # [tokens, heads of k, size of k + size of v], in the order of the flattened batch
         with _gather_again(gathered, k, v, dealt):
-            y, logsumexp = at_once(q, gathered, dealt, scale, window)
+            y, logsumexp = at_once(q, gathered, dealt, scale, window, softcap)
     else:
-        y, logsumexp = _Attend.apply(q, k, v, dealt, scale, window)
+        y, logsumexp = _Attend.apply(q, k, v, dealt, scale, window, softcap)
     if sinks is None:
         return y
     # A sink adds its exponential to the sum, and nothing to the values.
@@ -70,7 +73,12 @@ def is_fused(device: torch.device, block: int) -> bool:
 
 
 def at_once(
-    q: Tensor, gathered: Tensor, dealt: Dealt, scale: float | None, window: int | None
+    q: Tensor,
+    gathered: Tensor,
+    dealt: Dealt,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of all tokens here in one kernel, which skips blocks of masked keys.
 
@@ -83,6 +91,7 @@ def at_once(
         samples,
         keys,
         values,
+        score_mod=None if softcap is None else _cap_of_scores(softcap),
         block_mask=block_mask(dealt, window),
         scale=scale,
         enable_gqa=keys.shape[1] != q.shape[1],
@@ -95,6 +104,16 @@ def at_once(
 def _flex(device: torch.device) -> Any:
     """Return FlexAttention, compiled for an accelerator."""
     return torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
+
+
+@cache
+def _cap_of_scores(softcap: float) -> Callable[..., Tensor]:
+    """Return the function of scores for FlexAttention: one for each cap is compiled once."""
+
+    def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return capped(score, softcap)
+
+    return cap
 
 
 @lru_cache(maxsize=16)
@@ -153,13 +172,20 @@ def _spans(dealt: Dealt, window: int | None) -> list[tuple[slice, slice]]:
     return spans
 
 
-def _scores(q: Tensor, k: Tensor, here: Tensor, there: Tensor, window: int | None) -> Tensor:
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    here: Tensor,
+    there: Tensor,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
     """Return scores, -inf where a key is later or left the window: [heads of k, group, n, keys].
 
     q [heads of k, group, n, size] and k [heads of k, keys, size] of one document, whose tokens are
     `here` [n] and `there` [keys].
     """
-    scores = (q.flatten(1, 2) @ k.mT).view(*q.shape[:3], -1)
+    scores = capped((q.flatten(1, 2) @ k.mT).view(*q.shape[:3], -1), softcap)
     hidden = there > here.unsqueeze(-1)  # [n, keys]
     if window is not None:
         hidden |= there <= here.unsqueeze(-1) - window
@@ -198,6 +224,7 @@ class _Attend(torch.autograd.Function):
         dealt: Dealt,
         scale: float,
         window: int | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         """Return outputs [tokens here, heads, size of v], and logsumexp."""
         gathered = _gather(_joined(k, v), dealt)  # [tokens, heads of k, both sizes]
@@ -206,13 +233,13 @@ class _Attend(torch.autograd.Function):
         y = queries.new_zeros(*queries.shape[:3], v.shape[-1])
         total = queries.new_zeros(queries.shape[:3])
         high = torch.full_like(total, torch.finfo(dtype).min)
-        here = dealt.flat[dealt.group.rank()]
+        here = dealt.flat_here
         there = torch.arange(len(gathered), device=here.device)
         # Each [heads of k, tokens, size].
         keys, values = _apart(gathered.transpose(0, 1).to(dtype), k.shape[-1])
         for at, seen in _spans(dealt, window):
             scores = _scores(
-                queries[:, :, at], keys[:, seen], here[at], there[seen], window
+                queries[:, :, at], keys[:, seen], here[at], there[seen], window, softcap
             )  # [heads of k, group, n, keys]
             before = high[:, :, at]
             now = torch.maximum(before, scores.amax(-1))
@@ -226,17 +253,17 @@ class _Attend(torch.autograd.Function):
         logsumexp = (high + total.log()).flatten(0, 1).t().contiguous()
         kept = [gathered] if _is_recomputed() else []  # the backward follows at once
         ctx.save_for_backward(q, k, v, y, logsumexp, *kept)
-        ctx.how = dealt, scale, window
+        ctx.how = dealt, scale, window, softcap
         return y, logsumexp
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v; keys and values are gathered once more."""
         q, k, v, y, logsumexp, *kept = ctx.saved_tensors
-        dealt, scale, window = ctx.how
+        dealt, scale, window, softcap = ctx.how
         dtype = logsumexp.dtype
         kv_heads = k.shape[1]
-        here = dealt.flat[dealt.group.rank()]
+        here = dealt.flat_here
         queries = _by_group(q, kv_heads, dtype) * scale
         grads = _by_group(grad, kv_heads, dtype)
         to_queries = torch.zeros_like(queries)
@@ -250,21 +277,28 @@ class _Attend(torch.autograd.Function):
         gradient = torch.zeros_like(gathered, dtype=dtype)
         to_keys, to_values = _apart(gradient.transpose(0, 1), k.shape[-1])
         for at, seen in _spans(dealt, window):
-            scores = _scores(queries[:, :, at], keys[:, seen], here[at], there[seen], window)
+            scores = _scores(
+                queries[:, :, at], keys[:, seen], here[at], there[seen], window, softcap
+            )
             weights = (scores - tops[:, :, at]).exp_()
             own_grads = grads[:, :, at].flatten(1, 2)
             to_values[:, seen] += weights.flatten(1, 2).mT @ own_grads
             products = (own_grads @ values[:, seen].mT).view_as(weights)
-            to_scores = (weights * (products - common[:, :, at])).flatten(1, 2)
+            to_scores = weights * (products - common[:, :, at])
+            if softcap is not None:  # hidden scores are -inf, and their slope is made 0
+                to_scores *= slope_of_cap(scores.clamp_(min=-softcap), softcap)
+            to_scores = to_scores.flatten(1, 2)
             to_queries[:, :, at] += (to_scores @ keys[:, seen]).view_as(queries[:, :, at])
             to_keys[:, seen] += to_scores.mT @ queries[:, :, at].flatten(1, 2)
         own = _scatter(gradient.to(k.dtype), dealt)  # [tokens here, heads of k, both sizes]
         grad_k, grad_v = _apart(own, k.shape[-1])
-        return _flat(to_queries * scale, q), grad_k, grad_v, None, None, None
+        return _flat(to_queries * scale, q), grad_k, grad_v, None, None, None, None
 
 
 def _gather(own: Tensor, dealt: Dealt) -> Tensor:
     """Return all ranks' rows of `own` [tokens here, ...], in the order of the flattened batch."""
+    if dealt.group is None:
+        return own
     rows = own.new_empty((dealt.order.numel(), *own.shape[1:]))
     all_gather_single(rows, own, group=dealt.group)
     return rows.index_select(0, dealt.order)
@@ -272,6 +306,8 @@ def _gather(own: Tensor, dealt: Dealt) -> Tensor:
 
 def _scatter(grad: Tensor, dealt: Dealt) -> Tensor:
     """Return the sum over the ranks of the rows of `grad` [tokens, ...] that are of tokens here."""
+    if dealt.group is None:
+        return grad
     rows = torch.empty_like(grad, memory_format=torch.contiguous_format)
     rows.index_copy_(0, dealt.order, grad)
     own = grad.new_empty((dealt.places.numel(), *grad.shape[1:]))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel3d.model.module_cost import BLOCK, SINK_SIZE
 from parallel3d.tensor.dealt import attend_dealt
-from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.segments import Segments, undealt
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -28,6 +28,7 @@ def attend_documents(
     scale: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend within documents: q, k, v [batch, heads, seq, size] -> [batch, seq, heads, size of v].
 
@@ -37,13 +38,18 @@ def attend_documents(
     - `scale`: None means 1/sqrt(size).
     - `window`: how many tokens a query sees, itself included; None means all.
     - `sinks` [heads]: a further score of each head in the softmax, without a value.
+    - `softcap`: c, if scores become c tanh(scores / c) before they are masked (arXiv:2408.00118,
+      section 2); without dropout.
 
     torch's variable-length kernel computes all documents at once if it can (`in_one_kernel`);
     otherwise each is computed separately.
     """
-    if segments is not None and segments.dealt is not None:
+    dealt = None if segments is None else segments.dealt
+    if softcap is not None and dealt is None:
+        dealt = undealt(segments, q.shape[0], q.shape[2], q.device)
+    if dealt is not None:
         assert dropout == 0, "the masks of a shared sample would depend on how it is dealt"
-        y = attend_dealt(_flat(q), _flat(k), _flat(v), segments.dealt, scale, window, sinks)
+        y = attend_dealt(_flat(q), _flat(k), _flat(v), dealt, scale, window, sinks, softcap)
         return y.unflatten(0, (q.shape[0], -1))
     if q.shape[-1] == v.shape[-1]:
         return _attend_whole(q, k, v, segments, dropout, scale, window, sinks)

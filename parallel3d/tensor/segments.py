@@ -1,5 +1,7 @@
 """The bounds of documents in samples whose attention stays within a document."""
 
+from functools import lru_cache
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -7,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.config.arithmetic import block_tokens
+from parallel3d.model.module_cost import BLOCK
 
 
 class Piece(NamedTuple):
@@ -24,6 +27,7 @@ class Piece(NamedTuple):
 class Dealt(NamedTuple):
     """The tokens of a batch of samples that this rank of a context-parallel group has.
 
+    - `group`: None if one rank has whole samples.
     - `seq`: the length of whole samples. `block`: tokens that are dealt together.
     - `places` [batch, seq / cp]: where in its sample each token here is.
     - `flat` [cp, batch * seq / cp]: where in the flattened batch each rank's tokens are.
@@ -33,7 +37,7 @@ class Dealt(NamedTuple):
     - `pieces`: the tokens here, in order.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     seq: int
     block: int
     places: Tensor
@@ -41,6 +45,11 @@ class Dealt(NamedTuple):
     order: Tensor
     first: Tensor
     pieces: tuple[Piece, ...]
+
+    @property
+    def flat_here(self) -> Tensor:
+        """Where in the flattened batch this rank's tokens are, [batch * seq / cp]."""
+        return self.flat[0 if self.group is None else self.group.rank()]
 
     @classmethod
     def of(cls, places: Tensor, starts: Tensor, group: dist.ProcessGroup) -> "Dealt":
@@ -120,3 +129,26 @@ class Segments(NamedTuple):
 
         dealt = None if self.dealt is None else Dealt(*map(moved, self.dealt))
         return Segments(moved(self.positions), moved(self.bounds), self.lengths, dealt)
+
+
+def undealt_block(seq: int) -> int:
+    """Return the block size of whole samples of one rank: that of a kernel if it divides them."""
+    return gcd(seq, BLOCK)
+
+
+@lru_cache(maxsize=16)
+def undealt(segments: Segments | None, batch: int, seq: int, device: torch.device) -> Dealt:
+    """Return whole samples as tokens of one rank; `segments` None: each is one document."""
+    places = torch.arange(seq, device=device).expand(batch, seq)
+    tokens = torch.arange(batch * seq, device=device)
+    first = torch.zeros_like(places) if segments is None else places - segments.positions
+    lengths = (seq,) * batch if segments is None else segments.lengths
+    pieces = []
+    begin = 0
+    for length in lengths:
+        for start in range(0, length, BLOCK):
+            count = min(BLOCK, length - start)
+            pieces.append(Piece(count, begin, begin + start + count))
+        begin += length
+    block = undealt_block(seq)
+    return Dealt(None, seq, block, places, tokens.unsqueeze(0), tokens, first, tuple(pieces))

@@ -44,21 +44,24 @@ def own_part(x, places, dim):
     )
 
 
-def with_window_and_sinks(q, k, v, documents, window, sinks):
+def with_window_and_sinks(q, k, v, documents, window, sinks, softcap=None):
     """By a dense mask, with a score more for each query."""
     here = torch.arange(q.shape[2])
     distance = here.unsqueeze(-1) - here
     seen = (documents.unsqueeze(-1) == documents.unsqueeze(-2)) & (distance >= 0)
     seen &= distance < (window or q.shape[2])
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen.unsqueeze(1), -torch.inf)
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
     if sinks is not None:
         extra = sinks.view(1, -1, 1, 1).expand(len(q), -1, q.shape[2], 1)
         scores = torch.cat([scores, extra], -1)
     return (scores.softmax(-1)[..., : q.shape[2]] @ v).transpose(1, 2)
 
 
-def attention_on_rank(rank, window, with_sinks, value_size):
+def attention_on_rank(rank, window, with_sinks, value_size, softcap):
     """Errors of output and gradients; calls and bytes of the group; the same where recomputed."""
     mesh = Mesh(cp=4)
     cp = mesh.context
@@ -67,7 +70,7 @@ def attention_on_rank(rank, window, with_sinks, value_size):
     q, k, v, grad = whole_tensors(value_size)
     sinks = torch.arange(-1.0, 3.0, dtype=q.dtype).requires_grad_() if with_sinks else None
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    expected = with_window_and_sinks(*inputs, DOCUMENTS, window, sinks)
+    expected = with_window_and_sinks(*inputs, DOCUMENTS, window, sinks, softcap)
     every = [*inputs, *([sinks] if with_sinks else [])]
     *wanted, of_sinks = *torch.autograd.grad(expected, every, grad), None
     of_sinks = wanted.pop() if with_sinks else None
@@ -76,7 +79,14 @@ def attention_on_rank(rank, window, with_sinks, value_size):
     wanted = [
         own_part(t, places, d) for t, d in zip([expected, *wanted], (1, 2, 2, 2), strict=True)
     ]
-    attend = partial(attend_documents, segments=segments, dropout=0.0, window=window, sinks=sinks)
+    attend = partial(
+        attend_documents,
+        segments=segments,
+        dropout=0.0,
+        window=window,
+        sinks=sinks,
+        softcap=softcap,
+    )
     results = []
     for run in (attend, partial(checkpoint, attend, use_reentrant=False)):
         here = [x.clone().requires_grad_() for x in parts[:3]]
@@ -97,11 +107,13 @@ def attention_on_rank(rank, window, with_sinks, value_size):
 
 
 @pytest.mark.parametrize(
-    ("window", "with_sinks", "value_size"), [(None, False, SIZE), (13, True, SIZE - 3)]
+    ("window", "with_sinks", "value_size", "softcap"),
+    [(None, False, SIZE, None), (13, True, SIZE - 3, 0.8)],
 )
-def test_dealt_attention_equals_that_of_whole_samples(window, with_sinks, value_size):
+def test_dealt_attention_equals_that_of_whole_samples(window, with_sinks, value_size, softcap):
     both = BATCH * SEQ * KV_HEADS * (SIZE + value_size) * 8  # bytes of all keys and values
-    for results in run_locally(attention_on_rank, 4, window, with_sinks, value_size, timeout=200):
+    case = window, with_sinks, value_size, softcap
+    for results in run_locally(attention_on_rank, 4, *case, timeout=200):
         for errors, calls in results:
             assert max(errors) < 1e-12, errors
             # Forward and backward gather them, and the backward reduces their gradients.
@@ -197,12 +209,13 @@ def test_flex_kernel_gives_the_same_attention(window):
     k = torch.randn(2, 2, seq, 16)
     v = torch.randn(2, 2, seq, 16 if window is None else 24)
     sinks = torch.arange(-1.0, 3.0)
-    expected = with_window_and_sinks(q, k, v, documents, window, sinks)
+    softcap = None if window is None else 0.8
+    expected = with_window_and_sinks(q, k, v, documents, window, sinks, softcap)
     gathered = torch.cat((k, v), -1).transpose(1, 2).flatten(0, 1)
     for rank in range(cp):
         dealt = Segments.of(documents, places, Group(cp, rank)).dealt
         own = own_part(q, dealt.places, 2).transpose(1, 2).flatten(0, 1)
-        output, logsumexp = at_once(own, gathered, dealt, None, window)
+        output, logsumexp = at_once(own, gathered, dealt, None, window, softcap)
         output = (output * (logsumexp - sinks).sigmoid().unsqueeze(-1)).unflatten(0, (2, -1))
         torch.testing.assert_close(output, own_part(expected, dealt.places, 1), atol=1e-5, rtol=0)
         # Blocks of keys that no token attends to are skipped; some need no mask.

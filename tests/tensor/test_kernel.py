@@ -91,6 +91,16 @@ def test_kernel_of_dealt_tokens_is_logged(context):
     assert ["flex" in line for line in logged] == [True, False, False]
 
 
+def test_kernel_of_capped_scores_is_logged(context):
+    """On a GPU, where its tiles divide the sequence."""
+    sizes = {"batch": 2, "dtype": torch.bfloat16, "isolated": False}
+    layer = CausalAttention(0.0, "a", context=context, heads=(4, 2), head_size=8, softcap=50.0)
+    logged = []
+    for device, seq in (("cuda", 256), ("cuda", 200), ("cpu", 256)):
+        log_kernel(layer, logged.append, seq=seq, device=torch.device(device), **sizes)
+    assert ["flex" in line for line in logged] == [True, False, False]
+
+
 def test_no_kernel_is_logged_without_attention(context):
     logged = []
     sizes = {"batch": 2, "seq": 16, "dtype": torch.float32, "device": CPU, "isolated": False}

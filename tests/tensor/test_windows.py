@@ -27,13 +27,16 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * (SEQ - 6), [0] * SEQ])
 WINDOWS = (None, 1, 7, BLOCK + 1, SEQ - 1, SEQ, 10 * SEQ)
 
 
-def with_a_mask(q, k, v, documents, window, sinks):
+def with_a_mask(q, k, v, documents, window, sinks, softcap=None):
     """All pairs compared as transformers does it; a sink is one more column of scores."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     behind = torch.arange(q.shape[2]).unsqueeze(1) - torch.arange(q.shape[2])
     seen = (behind >= 0) & (behind < (window or q.shape[2]))
     seen = seen & (documents.unsqueeze(-1) == documents.unsqueeze(-2))
-    scores = (q @ k.mT * SCALE).masked_fill(~seen.unsqueeze(1), float("-inf"))
+    scores = q @ k.mT * SCALE
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
     if sinks is not None:
         column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         return (torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
@@ -62,9 +65,9 @@ def test_window_equals_attention_with_a_mask(window):
             torch.testing.assert_close(gradient, want)
 
 
-@pytest.mark.parametrize("value_size", [5, 12])
+@pytest.mark.parametrize(("value_size", "softcap"), [(5, None), (12, None), (5, 0.8)])
 @pytest.mark.parametrize("recompute", [NONE, SELECTIVE], ids=str)
-def test_layer_takes_values_of_another_size_and_sinks_of_its_caller(value_size, recompute):
+def test_layer_takes_values_of_another_size_sinks_and_softcap(value_size, softcap, recompute):
     torch.manual_seed(0)
     mesh = Mesh()
     context = layer_context(mesh.tensor.group, recompute=recompute)
@@ -79,6 +82,7 @@ def test_layer_takes_values_of_another_size_and_sinks_of_its_caller(value_size, 
             value_size=value_size,
             scale=SCALE,
             window=window,
+            softcap=softcap,
         )
         q, k = (torch.randn(2, heads, SEQ, 8, **like) for heads in (4, 2))
         v = torch.randn(2, 2, SEQ, value_size, **like)
@@ -86,7 +90,7 @@ def test_layer_takes_values_of_another_size_and_sinks_of_its_caller(value_size, 
         documents = DOCUMENTS if isolated else torch.zeros_like(DOCUMENTS)
         segments = Segments.of(documents) if isolated else None
         output = layer(q, k, v, segments, sinks=sinks)
-        expected = with_a_mask(q, k, v, documents, window, sinks).flatten(-2)
+        expected = with_a_mask(q, k, v, documents, window, sinks, softcap).flatten(-2)
         torch.testing.assert_close(output, expected)
         inputs = [t for t in (q, k, v, sinks) if t is not None]
         upstream = torch.randn_like(output)
@@ -118,6 +122,23 @@ def test_window_needs_no_memory_of_sequence_length_squared():
         attend_documents(q, k, v, None, 0.0, window=window)
     least = Attention(1, heads, heads, seq, size, window).flops
     assert least < counter.get_total_flops() < least * (window + BLOCK) / window
+
+
+def test_softcap_keeps_and_needs_no_scores():
+    """Its output and a number for each token and head; a band of scores at a time."""
+    seq = 2048
+    heads = 2
+    size = 16
+    shape = 1, seq, heads, size  # the memory layout of the products before
+    q, k, v = (torch.randn(shape, requires_grad=True).transpose(1, 2) for _ in range(3))
+    with Counting() as counting:
+        attend_documents(q, k, v, None, 0.0, softcap=2.0)  # all layers share the places of tokens
+        inputs = counting.bytes
+        y = attend_documents(q, k, v, None, 0.0, softcap=2.0)
+        assert counting.bytes - inputs == 4 * (y.numel() + heads * seq)
+        y.sum().backward()
+    band = 4 * heads * BLOCK * seq  # bytes
+    assert counting.peak < 9 * band < 4 * heads * seq * seq
 
 
 def test_kernel_of_torch_receives_its_window(monkeypatch):
