@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel3d.config.arithmetic import block_tokens
 from parallel3d.model.module_cost import BLOCK
+from parallel3d.tensor.compiled import graph_break
 
 
 class Piece(NamedTuple):
@@ -136,9 +137,14 @@ def undealt_block(seq: int) -> int:
     return gcd(seq, BLOCK)
 
 
-@lru_cache(maxsize=16)
+@graph_break("the places of tokens whose scores have a soft-cap")
 def undealt(segments: Segments | None, batch: int, seq: int, device: torch.device) -> Dealt:
     """Return whole samples as tokens of one rank; `segments` None: each is one document."""
+    return _undealt(segments, batch, seq, device)
+
+
+@lru_cache(maxsize=16)
+def _undealt(segments: Segments | None, batch: int, seq: int, device: torch.device) -> Dealt:
     places = torch.arange(seq, device=device).expand(batch, seq)
     tokens = torch.arange(batch * seq, device=device)
     first = torch.zeros_like(places) if segments is None else places - segments.positions
