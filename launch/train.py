@@ -22,9 +22,14 @@ if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the fol
 
 
 def train(
-    config: ResolvedConfig, mesh: "Mesh", claimed: Claim | None, stop: StopRequest, as_json: bool
+    requested: RunConfig,
+    config: ResolvedConfig,
+    mesh: "Mesh",
+    claimed: Claim | None,
+    stop: StopRequest,
+    as_json: bool,
 ) -> int:
-    """Train from a resolved config to the closing summary; return the exit code."""
+    """Train from a config, as it was read and resolved, to the summary; return the exit code."""
     # These load DeepSpeed, which is slow; an invalid config has been refused before.
     from parallel3d.engine import EngineSettings
     from parallel3d.engine.selftest import self_test
@@ -37,7 +42,7 @@ def train(
     console = Console(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
-    start = find_start(config, mesh, claimed, console, guards.open_places)
+    start = find_start(requested, config, mesh, claimed, console, guards.open_places)
     settings = EngineSettings.from_config(start.config)
     self_test(settings, mesh, console.print)
     parts = assemble(start.config, mesh, say=console.print, settings=settings)
@@ -78,7 +83,7 @@ def run(
         claimed = claim(requested, config, launch, ending.say)
         end.at_end.append(claimed.release)
     mesh = join(config, launch)
-    code = train(config, mesh, claimed, stop, args.json)
+    code = train(requested, config, mesh, claimed, stop, args.json)
     meet_at_the_end(mesh)
     return code
 

@@ -1,6 +1,6 @@
 """Arithmetic of mesh, batch and steps, and schedules fitted to the number of steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -101,18 +101,67 @@ def _share(batch: int, parts: int, factors: str) -> int:
             BATCH,
             batch,
             f"is not a multiple of {factors} = {parts}",
-            f"use {max(1, batch // parts) * parts} or {batch // parts * parts + parts}",
+            f'use {_multiples_near(batch, parts)}, or "auto" for another of the three sizes',
         ).error()
     return batch // parts
 
 
+def _multiples_near(batch: int, parts: int) -> str:
+    """Return the multiples of `parts` below and above a batch, in words."""
+    below = batch // parts * parts
+    return f"{below} or {below + parts}" if below else str(parts)
+
+
+def kept_sizes(
+    batch: int, micro: int, dp: int, is_runnable: Callable[[int], bool]
+) -> tuple[int, int]:
+    """Return micro batch and accumulation of a batch that a run keeps on another mesh.
+
+    The micro batch stays if it can, and otherwise is the largest smaller one that can run.
+
+    - `is_runnable`: True if the schedule can run with a number of microbatches.
+
+    Raises ConfigError if there is none.
+    """
+    if batch % dp:
+        sizes = ", ".join(str(size) for size in range(1, batch + 1) if batch % size == 0)
+        raise Problem(
+            BATCH,
+            batch,
+            f"of the run that resumes, is not a multiple of dp={dp}",
+            f"use a dp of {sizes}, or ask for --{BATCH} {_multiples_near(batch, dp)}",
+        ).error()
+    share = batch // dp
+    for size in range(min(micro, share), 0, -1):
+        if share % size == 0 and is_runnable(share // size):
+            return size, share // size
+    raise Problem(
+        BATCH,
+        batch,
+        f"of the run that resumes, is {share} samples a step for each of dp={dp} ranks, with which "
+        "the schedule cannot run",
+        f"use a smaller dp or pp, or ask for a larger --{BATCH}",
+    ).error()
+
+
 def batch_phases(train: TrainConfig, data: DataConfig) -> tuple[tuple[int, int], ...]:
     """Return (first sample, samples per step) of each entry of train.batch_schedule."""
-    length = data.sequence_length
+    return phases_of(train.batch_schedule, data.sequence_length)
+
+
+def phases_of(schedule: Iterable[tuple[Any, int]], length: int) -> tuple[tuple[int, int], ...]:
+    """Return (first sample, samples per step) of each entry of a batch_schedule.
+
+    - `length`: tokens per sample.
+    """
     return tuple(
-        (-(-num_tokens(at) // length) if isinstance(at, str) else at, size)
-        for at, size in train.batch_schedule
+        (-(-num_tokens(at) // length) if isinstance(at, str) else at, size) for at, size in schedule
     )
+
+
+def batch_at(phases: Iterable[tuple[int, int]], sample: int) -> int:
+    """Return the samples of the step that begins at a sample."""
+    return [size for first, size in phases if first <= sample][-1]
 
 
 def samples_of_steps(phases: Sequence[tuple[int, int]], steps: int) -> int:

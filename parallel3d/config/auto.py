@@ -33,6 +33,18 @@ def _constant(path: str, value: object) -> Rule:
     return Rule(path, words, lambda raw: deepcopy(value))
 
 
+def _batch_size(path: str, value: int) -> Rule:
+    """Return the rule of a size that follows from the batch if that is set."""
+
+    def follow(raw: JsonObject) -> object:
+        paths = ("train_batch_size", "parallel3d.train.batch_schedule")
+        is_set = any(value_at(raw, path) not in (ABSENT, None, AUTO, []) for path in paths)
+        return ABSENT if is_set else value
+
+    words = f"with train_batch_size the size that fits it, else {value}, as in TrainingArguments"
+    return Rule(path, words, follow)
+
+
 def _hidden(path: str, words: str, of_hidden_size: Callable[[int], int]) -> Rule:
     def value(raw: JsonObject) -> object:
         hidden = value_at(raw, "parallel3d.model.hidden_size")
@@ -44,8 +56,8 @@ def _hidden(path: str, words: str, of_hidden_size: Callable[[int], int]) -> Rule
 _LR = "optimizer.params.lr"
 # The order matters: a rule may read values that earlier rules have resolved.
 RULES = (
-    _constant("train_micro_batch_size_per_gpu", 8),
-    _constant("gradient_accumulation_steps", 1),
+    _batch_size("train_micro_batch_size_per_gpu", 8),
+    _batch_size("gradient_accumulation_steps", 1),
     Rule("train_batch_size", "micro batch x accumulation x dp", lambda raw: ABSENT),
     _constant("gradient_clipping", 1.0),
     _constant("fp16.enabled", False),

@@ -11,7 +11,7 @@ from typing import Any
 from parallel3d.base import reader
 from parallel3d.base.reader import JsonObject, block_at, blocks_at, value_at
 from parallel3d.base.section import ABSENT
-from parallel3d.config import auto, folders, pretrained
+from parallel3d.config import arithmetic, auto, folders, pretrained
 from parallel3d.config.deepspeed import DEFAULT_LR
 from parallel3d.config.deepspeed_keys import TOP_LEVEL, UNUSED
 from parallel3d.config.monitors import SWITCHED
@@ -81,15 +81,42 @@ def apply_overrides(raw: JsonObject, overrides: Sequence[str]) -> list[str]:
     command_line: JsonObject = {}
     values = [(full_path(path), text) for path, text in reader.setting_pairs(overrides)]
     reader.set_values(command_line, values)
+    notes = _let_a_size_follow(raw, command_line)
     name = value_at(command_line, pretrained.PATH)
     replaced = value_at(raw, "parallel3d.model")
     if not isinstance(name, str) or not isinstance(replaced, dict):
         reader.set_values(raw, values)
-        return []
+        return notes
     del block_at(raw, "parallel3d")["model"]
     reader.set_values(raw, values)
     folders.register(raw)  # the model's family may be the user's own
-    return pretrained.fill(raw, replaced)
+    return notes + pretrained.fill(raw, replaced)
+
+
+def _let_a_size_follow(raw: JsonObject, command_line: JsonObject) -> list[str]:
+    """Remove the batch size of `raw` that follows from the command line; return a note on it.
+
+    Two of the three sizes determine the third, so a file with all of them could not be changed.
+    A file's own are consistent on its own mesh only.
+    """
+    schedule = "parallel3d.train.batch_schedule"
+    batch = arithmetic.BATCH
+    sizes = (batch, arithmetic.MICRO, arithmetic.ACCUMULATION)
+    chosen = [size for size in sizes if _is_number(command_line.get(size))]
+    if batch not in chosen and isinstance(value_at(command_line, schedule), list):
+        chosen.append(batch)
+    in_file = [size for size in sizes if size not in command_line and size not in chosen]
+    in_file = [size for size in in_file if _is_number(raw.get(size))]
+    changes = chosen or value_at(command_line, "parallel3d.mesh") is not ABSENT
+    if len(chosen) + len(in_file) < len(sizes) or not in_file or not changes:
+        return []
+    follows = in_file[-1]
+    value = raw.pop(follows)
+    return [f"{follows}: {value} in the file, follows from the command line instead"]
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
 
 
 def full_path(path: str) -> str:

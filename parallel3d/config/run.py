@@ -24,6 +24,7 @@ from parallel3d.config.parallel3d_block import (
 )
 from parallel3d.config.run_settings import RunSettings
 from parallel3d.model.config import ModelConfig
+from parallel3d.schedule import schedules
 
 # Settings of output, stopping and speed, which do not affect what is trained.
 _NOT_TRAINED = (
@@ -165,8 +166,10 @@ class RunConfig(RunSettings):
             return "fp16"
         return "bf16" if self.bf16.enabled else "fp32"
 
-    def resolve(self, world_size: int) -> "ResolvedConfig":
+    def resolve(self, world_size: int, batch: int | None = None) -> "ResolvedConfig":
         """Return the config for `world_size` ranks: mesh, batch sizes and, of max_tokens, steps.
+
+        - `batch`: the batch of a run that resumes, which stays unless the config asks for another.
 
         Raises ConfigError if mesh, fallbacks or the batch do not fit the number of ranks.
         """
@@ -174,12 +177,16 @@ class RunConfig(RunSettings):
         config = self._on(fallback) if fallback else self
         dp = arithmetic.data_parallel_size(config.mesh, world_size)
         config = config._with("mesh", dp=dp, fallbacks=())._checked()
-        batch, micro, accumulation = arithmetic.batch_sizes(
+        asked_batch, micro, accumulation = arithmetic.batch_sizes(
             config.train_batch_size,
             config.train_micro_batch_size_per_gpu,
             config.gradient_accumulation_steps,
             dp,
         )
+        if batch is None or config.train_batch_size is not None:
+            batch = asked_batch
+        if batch != asked_batch:
+            micro, accumulation = arithmetic.kept_sizes(batch, micro, dp, config._is_runnable)
         if fallback:
             config = config.with_notes(
                 *config.notes,
@@ -258,6 +265,12 @@ class RunConfig(RunSettings):
                 ]
         raise_if_any(problems, source)
         return self
+
+    def _is_runnable(self, num_microbatches: int) -> bool:
+        """Return True if the schedule can run with so many microbatches on this mesh."""
+        pipeline = self.pipeline
+        sizes = self.mesh.pp, num_microbatches, pipeline.stages_per_rank
+        return not schedules.why_not(pipeline.schedule, *sizes)
 
     def _on(self, sizes: MeshSizes) -> Self:
         """Return the config with another mesh, for the same batch and micro batch.
@@ -338,7 +351,7 @@ class ResolvedConfig(RunConfig):
 
     def batch_size_at(self, sample: int) -> int:
         """Return the samples, over all ranks, of the step that begins at a sample."""
-        return [size for first, size in self.batch_phases if first <= sample][-1]
+        return arithmetic.batch_at(self.batch_phases, sample)
 
     def steps_between(self, sample: int, end: int) -> int:
         """Return the number of whole steps in the samples from `sample` up to, without, `end`."""

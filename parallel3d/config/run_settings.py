@@ -37,7 +37,7 @@ class RunSettings(Section):
 
     train_batch_size: Positive | None = None
     """Samples per step: micro batch x accumulation x dp. As in DeepSpeed, a size that is not set is
-    computed from the others."""
+    computed from the others. A run that resumes keeps its batch unless this is set."""
     train_micro_batch_size_per_gpu: Positive | None = None
     """Samples per microbatch, on each data-parallel rank."""
     gradient_accumulation_steps: Positive | None = None

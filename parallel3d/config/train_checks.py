@@ -163,12 +163,15 @@ def check_batch(
             f"add it: samples per microbatch, on each data-parallel rank (or {arithmetic.BATCH})",
         )
     if train_batch_size and batch and train_batch_size != batch:
+        remedy = f'use {batch} or "auto"'
+        if train_batch_size % (batch // steps) == 0:
+            remedy = f'{remedy}, or "{arithmetic.ACCUMULATION}": "auto"'
         yield Problem(
             arithmetic.BATCH,
             train_batch_size,
             f"is not {arithmetic.MICRO}={micro} x {arithmetic.ACCUMULATION}={steps} "
             f"x dp={mesh.dp} = {batch}",
-            f'use {batch} or "auto"',
+            remedy,
         )
 
 

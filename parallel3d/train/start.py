@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -15,6 +16,7 @@ from parallel3d.checkpoint.on_disk import DiskPlace
 from parallel3d.checkpoint.places import FoundCheckpoint, Place
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import CompleteConfig, ResolvedConfig, RunConfig
+from parallel3d.config.arithmetic import batch_at, phases_of
 from parallel3d.config.parallel3d_block import CheckpointConfig
 from parallel3d.data.batches import tokens_of_epoch
 from parallel3d.data.corpus import Corpus
@@ -70,6 +72,7 @@ class Start:
 
 
 def find_start(
+    requested: RunConfig,
     config: ResolvedConfig,
     mesh: Mesh,
     claim: Claim | None,
@@ -78,6 +81,9 @@ def find_start(
 ) -> Start:
     """Return the start of a run. Collective.
 
+    - `requested`: the config as it was read. A run that resumes keeps its batch unless this has
+      `train_batch_size`.
+    - `config`: `requested`, resolved for the mesh.
     - `claim`: rank 0's claim on the run's folder.
     - `open_places`: opens the places besides the disk to which the run saves.
 
@@ -100,9 +106,7 @@ def find_start(
     corpus = open_corpus(config, mesh, nodes, console)
     pulse.doing("looking for a checkpoint")
     num_tokens = tokens_of_epoch(corpus.train, block.data.sequence_length)
-    config = _with_weights(config.with_corpus(corpus.vocab_size, num_tokens), mesh)
-    for note in config.notes[num_shown:]:
-        console.print(note)
+    whole = config.with_corpus(corpus.vocab_size, num_tokens)
     say = console.print
     tokenizer = corpus.tokenizer_directory
     disk = DiskPlace(
@@ -113,18 +117,25 @@ def find_start(
         tokenizer=tokenizer,
     )
     places = [disk, *open_places(block.checkpoint, mesh, nodes, folder, say)]
-    checkpoint, rejected = _find_checkpoint(config, mesh, places, folder if exists else None, say)
+    own_folder = folder if exists else None
+    checkpoint, rejected = _find_checkpoint(block.checkpoint.resume, mesh, places, own_folder)
+    if checkpoint:
+        kept = keep_batch(requested, config, checkpoint.state, say)
+        whole = kept.with_corpus(corpus.vocab_size, num_tokens)
+    whole = _with_weights(whole, mesh)
+    for note in whole.notes[num_shown:]:
+        say(note)
+    _report(checkpoint, rejected, whole.num_steps, own_folder, say)
     position = Position()
     num_left_out = 0
     pretrained = None
     if checkpoint:
-        position = RunState(config, corpus).position_in(checkpoint.state, checkpoint.folder, say)
+        position = RunState(whole, corpus).position_in(checkpoint.state, checkpoint.folder, say)
         num_left_out = left_out(checkpoint.state)
     else:
-        pretrained = _find_pretrained(config, mesh, tokenizer, say)
-    config = config.resumed(position.step, position.next_sample, num_left_out)
+        pretrained = _find_pretrained(whole, mesh, tokenizer, say)
     return Start(
-        config=config,
+        config=whole.resumed(position.step, position.next_sample, num_left_out),
         settings=settings,
         folder=folder,
         digest=digest,
@@ -197,14 +208,13 @@ def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -
 
 
 def _find_checkpoint(
-    config: CompleteConfig, mesh: Mesh, places: Sequence[Place], folder: Path | None, say: Say
+    resume: int | str, mesh: Mesh, places: Sequence[Place], folder: Path | None
 ) -> tuple[FoundCheckpoint | None, list[str]]:
-    """Return the checkpoint to start from, and which were rejected and why; report both.
+    """Return the checkpoint to start from, and which were rejected and why.
 
     `folder` is the run's, if it exists. Collective. Raises CheckpointError on all ranks if a
     checkpoint that was named cannot be used.
     """
-    resume = config.parallel3d.checkpoint.resume
     checkpoint = None
     rejected = list[str]()
     # Each host's torchrun counts its own restarts, and none for hosts that come.
@@ -216,14 +226,50 @@ def _find_checkpoint(
     if checkpoint is None and resume not in ("auto", "none"):
         own = folder / "checkpoints" if folder else Path()
         checkpoint = find_named(own, resume, mesh)
+    return checkpoint, rejected
+
+
+def _report(
+    checkpoint: FoundCheckpoint | None,
+    rejected: Sequence[str],
+    num_steps: int,
+    folder: Path | None,
+    say: Say,
+) -> None:
+    """Say which checkpoint was found, which were rejected, or that `folder` has none."""
     for reason in rejected:
         say(f"resume  {reason}")
     if checkpoint:
-        say(f"resume  from {checkpoint.folder}: step {checkpoint.step} of {config.num_steps}")
+        say(f"resume  from {checkpoint.folder}: step {checkpoint.step} of {num_steps}")
     elif folder:
         why = "no usable checkpoint" if rejected else "no checkpoint"
         say(f"resume  NOTHING TO RESUME: {folder} has {why}; starting from step 0")
-    return checkpoint, rejected
+
+
+def keep_batch(
+    requested: RunConfig, config: ResolvedConfig, state: Mapping[str, Any], say: Say
+) -> ResolvedConfig:
+    """Return `config` with the batch that a checkpoint's run had; say so if it was another.
+
+    A config that sets `train_batch_size` or `train.batch_schedule` asks for a batch.
+
+    - `requested`: the config as it was read.
+    - `state`: the checkpoint's state.json.
+    """
+    was = state["config"]
+    batch = int(was["train_batch_size"])
+    if schedule := was["parallel3d"]["train"].get("batch_schedule"):
+        length = int(was["parallel3d"]["data"]["sequence_length"])
+        batch = batch_at(phases_of(schedule, length), int(state["next_sample"]))
+    other = config.global_batch_size
+    if requested.train_batch_size is not None or batch == other:
+        return config
+    kept = requested.resolve(config.mesh.sizes.ranks, batch)
+    say(
+        f"batch   stays {batch}: {kept.num_microbatches} microbatches of {kept.micro_batch_size} "
+        f"(for {other}: --train_batch_size {other})"
+    )
+    return kept
 
 
 def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:

@@ -85,7 +85,8 @@ def train_on_rank(rank, raw, disturb=None, *details):
             config = asked.resolve(int(os.environ["WORLD_SIZE"]))
             mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
             claimed = claim_on_first(asked, mesh, ended.printed.append)
-            ended.code = launch.train.train(config, mesh, claimed, StopRequest(), as_json=False)
+            stop = StopRequest()
+            ended.code = launch.train.train(asked, config, mesh, claimed, stop, as_json=False)
         except (Parallel3DError, TrainingError) as error:
             ended.error = f"{type(error).__name__}: {error}"
         finally:

@@ -76,8 +76,10 @@ def steps_saved(raw):
 
 
 HARDWARE = "parallel3d__run__hardware"  # whose memory decides for how long weights are gathered
+ACCUMULATION = {"gradient_accumulation_steps": 2}
 OTHERS = [
-    ((2, 1, 1), {"zero_optimization__stage": 1}),
+    # The sizes are 4 samples a step, and no batch is asked for: it stays 8.
+    ((2, 1, 1), {"zero_optimization__stage": 1, "train_batch_size": None} | ACCUMULATION),
     ((1, 1, 2), {"zero_optimization__offload_optimizer": {"device": "cpu"}}),
     ((2, 2, 1), {"parallel3d__pipeline__schedule": "one_f_one_b", HARDWARE: "A100-SXM4-80GB"}),
 ]
@@ -122,6 +124,8 @@ def test_another_mesh_goes_on_with_the_same_losses(config, half, stayed, mesh, c
     ranks = start(raw, mesh)
     assert [ended.code for ended in ranks] == [DONE] * len(ranks), ranks
     assert ranks[0].says("changed since the checkpoint: ") == 1
+    kept = "batch   stays 8: 4 microbatches of 2 (for 4: --train_batch_size 4)"
+    assert ranks[0].says(kept) == ("train_batch_size" in changes)
     assert ranks[0].says('weights: "auto" is per_step') == (
         "zero_optimization__stage" not in changes
     )

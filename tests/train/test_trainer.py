@@ -123,7 +123,7 @@ def run_on_rank(rank, raw, disturb=None, *details):
     start = time.monotonic()
     try:
         with StopRequest().listening() as stop:
-            ended = train(config, mesh, claimed, stop, as_json=False)
+            ended = train(asked, config, mesh, claimed, stop, as_json=False)
     except Exception as error:
         if not seen["run"] and not seen["take_step"]:
             raise  # nothing of this is meant to fail before it trains
