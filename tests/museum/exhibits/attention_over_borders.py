@@ -17,6 +17,6 @@ EXHIBIT = Exhibit(
 
 
 @in_place_of(CausalAttention, "_attend")
-def plant(original: Any, layer: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
+def plant(original: Any, layer: Any, q: Any, k: Any, v: Any, segments: Any, sinks: Any) -> Any:
     """The plain causal mask."""
-    return original(layer, q, k, v, None)
+    return original(layer, q, k, v, None, sinks)
