@@ -20,7 +20,7 @@ RUN python3 -m venv /opt/parallel3d
 ENV PATH=/opt/parallel3d/bin:$PATH
 
 COPY . /src
-RUN pip install --no-cache-dir "/src[scaling]" && rm -r /src
+RUN pip install --no-cache-dir -c /src/constraints.txt "/src[scaling]" && rm -r /src
 
 WORKDIR /parallel3d
 ENTRYPOINT ["parallel3d"]

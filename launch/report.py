@@ -14,14 +14,13 @@ from functools import partial
 from pathlib import Path
 
 from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
-from parallel3d.extras.report.page import require, write_page
+from parallel3d.extras.report.page import write_page
 
 
 @prints_errors_as("report")
 def main() -> int:
     """Run the command `report`; return 2 for bad input."""
     args = parse_args()
-    require("matplotlib")
     from parallel3d.extras.report import runs
 
     read = [runs.read(folder) for folder in args.runs]

@@ -2,10 +2,12 @@
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.test_floors import FILES, TESTS, imports_of, tree_of
 
@@ -62,6 +64,54 @@ def test_models_have_one_import_name():
         assert "models" not in names, f"{path}: write `from parallel3d import models`"
     for name in ("models", "launch", "configs"):
         assert (ROOT / "parallel3d" / name).samefile(ROOT / name), "a link into the package"
+
+
+# Packages that come with a dependency which imports them itself, and those of an extra.
+COMES_WITH = {"cpuinfo": "deepspeed", "fsspec": "datasets", "pydantic_core": "pydantic"}
+OF_EXTRAS = {"scipy": ("parallel3d/extras/scaling",)}
+DISTRIBUTION = {"yaml": "pyyaml"}
+
+
+def requirements(extra=None):
+    """Return name -> requirement of the plain dependencies, or of an extra."""
+    lines = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    return {x.name: x for x in map(Requirement, lines)}
+
+
+def test_commands_of_a_plain_install_import_only_plain_dependencies():
+    plain = requirements()
+    for path in FILES:
+        for package in {name.partition(".")[0] for name in imports_of(path)}:
+            if package in sys.stdlib_module_names or package in ("parallel3d", "models"):
+                continue
+            if path.as_posix().startswith(OF_EXTRAS.get(package, ())):
+                continue
+            name = COMES_WITH.get(package, DISTRIBUTION.get(package, package))
+            assert name in plain, f"{path} imports {package}, no dependency of a plain install"
+
+
+def test_constraints_have_a_version_in_range_of_every_dependency():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for name, requirement in {**requirements(), **requirements("test")}.items():
+        key = name.lower().replace("_", "-")
+        assert key in pinned, f"constraints.txt has no version of {name}"
+        assert pinned[key] in requirement.specifier, f"constraints.txt: {name} is out of range"
+
+
+@pytest.mark.parametrize("page", [".ci/run", "README.md", "docs/from-zero.md", "CONTRIBUTING.md"])
+def test_install_takes_the_tested_versions(page):
+    text = (ROOT / page).read_text()
+    installs = re.findall(r"^ *(?:\S+ && )?pip install .*-e .*", text, re.MULTILINE)
+    assert installs and all(" -c " in line or "docs" in line for line in installs), installs
+
+
+def test_newest_torch_of_the_range_is_tested():
+    """The range ends below the next release, and one job takes what is newest in it."""
+    torch = requirements()["torch"].specifier
+    assert "2.14.1" in torch and "2.15.0" not in torch and "2.11.0" in torch
+    assert 'NEWEST: "1"' in (ROOT / ".github/workflows/checks.yml").read_text()
+    assert "grep -v '^torch=='" in (ROOT / ".ci/run").read_text()
 
 
 def test_licence_matches_the_package():

@@ -1,7 +1,8 @@
 """The C++ operators that offload needs.
 
 Operators are compiled on first use, and again for another version of torch or DeepSpeed. A killed
-build leaves a file named `lock`, on which torch would wait forever.
+build leaves a file named `lock`, on which torch before 2.14 would wait forever. Later versions hold
+a lock of the kernel on it, which ends with its process.
 """
 
 import logging
@@ -110,10 +111,11 @@ def _load(builder: Any, say: Say) -> None:
     core.read_cpu_info_from_proc()
     name = builder.name
     if not installed_ops.get(name):
+        waits_for_file = hasattr(cpp_extension, "FileBaton")  # torch 2.14 has none
         cpp_extension.FileBaton = _BuildLock  # type: ignore[misc]
         directory = Path(cpp_extension._get_build_directory(name, verbose=False))
         lock = directory / "lock"
-        if lock.exists():
+        if lock.exists() and waits_for_file:
             say(
                 f"waiting for another process to compile DeepSpeed's {name}; if there is none, a "
                 f"build was killed: delete {lock}"

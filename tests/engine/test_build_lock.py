@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from torch.utils import cpp_extension
 
 from parallel3d.engine import op_builds
 from parallel3d.mesh.mesh import Mesh
@@ -24,6 +25,7 @@ def load_beside_a_lock(rank, cache):
     return op_builds.load_cpu_adam(Mesh(), messages.append), messages
 
 
+@pytest.mark.skipif(not hasattr(cpp_extension, "FileBaton"), reason="the kernel frees the lock")
 def test_lock_of_a_killed_build_does_not_hang_a_run(tmp_path):
     """torch waits for it for ever; here the run is told what to delete, and goes on."""
     lock = tmp_path / "cpu_adam" / "lock"
@@ -33,6 +35,28 @@ def test_lock_of_a_killed_build_does_not_hang_a_run(tmp_path):
     assert not is_loaded
     assert f"delete {lock}" in messages[0]
     assert str(lock) in messages[-1] and "using torch's Adam on the host" in messages[-1]
+
+
+def built_already(builder, verbose=False):
+    """Stand for the loading of an operator."""
+
+
+def load_with_a_kernel_lock(rank, cache):
+    os.environ["TORCH_EXTENSIONS_DIR"] = cache
+    # The kernel holds the lock since torch 2.14.
+    vars(cpp_extension).pop("FileBaton", None)
+    op_builds.CPUAdamBuilder.load = built_already
+    messages = []
+    return op_builds.load_cpu_adam(Mesh(), messages.append), messages
+
+
+def test_lock_file_under_newer_torch_is_ignored(tmp_path):
+    """The file stays there after every build; only a process holds the lock."""
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    [(is_loaded, messages)] = run_locally(load_with_a_kernel_lock, 1, str(tmp_path), timeout=60)
+    assert is_loaded and not any("waiting" in message for message in messages)
 
 
 LINKED = """Error building extension 'cpu_adam': [1/1] c++ adam.o -shared -L/my env/lib -o adam.so

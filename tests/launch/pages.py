@@ -12,8 +12,8 @@ PAGES = (
     "docs/several-nodes.md",
 )
 NOT_RUN = {
-    "pip install -e .": "it is how the tests are installed",
-    "pip install -e '.[test]'": "it is how the tests are installed",
+    "pip install -c constraints.txt -e .": "it is how the tests are installed",
+    "pip install -c constraints.txt -e '.[test]'": "it is how the tests are installed",
     "git clone <this repository>": "it is where the tests stand",
     "python -m venv .venv": "it is where the tests run",
     "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)": "wants Slurm",

@@ -88,12 +88,11 @@ def test_bad_flag_gives_one_message(refused, tmp_path, flags, words):
     assert words in refused("fit", "runs.csv", "--bootstraps", "0", *flags)
 
 
-@pytest.mark.parametrize("package", ["scipy", "matplotlib"])
-def test_missing_package_is_named_with_its_remedy(refused, tmp_path, monkeypatch, package):
+def test_missing_package_is_named_with_its_remedy(refused, tmp_path, monkeypatch):
     write_csv(tmp_path / "runs.csv", **COLUMNS)
-    monkeypatch.setattr(page, "find_spec", lambda name: None if name == package else name)
+    monkeypatch.setattr(page, "find_spec", lambda name: None if name == "scipy" else name)
     err = refused("fit", "runs.csv")
-    assert f"{package} is not installed; run: pip install 'parallel3d[scaling]'" in err
+    assert "scipy is not installed; run: pip install 'parallel3d[scaling]'" in err
 
 
 FILES = {

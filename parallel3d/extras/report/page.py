@@ -1,4 +1,4 @@
-"""One HTML file with tables and plots in it, and the style of the plots (needs matplotlib)."""
+"""One HTML file with tables and plots in it, and the style of the plots."""
 
 import base64
 import io
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from parallel3d.base.atomic import replaced
 from parallel3d.base.errors import ConfigError
 
-if TYPE_CHECKING:  # matplotlib comes with the extra `scaling`
+if TYPE_CHECKING:  # importing matplotlib takes a second
     from matplotlib.figure import Figure
 
 MARK = "#c0392b"
@@ -69,17 +69,16 @@ class Part:
     numeric: bool = True  # all columns except the first are numbers
 
 
-def require(*packages: str) -> None:
+def require(package: str) -> None:
     """Raise ConfigError if a package of the extra `scaling` is not installed."""
-    for package in packages:
-        if find_spec(package) is None:
-            raise ConfigError(f"{package} is not installed; run: pip install 'parallel3d[scaling]'")
+    if find_spec(package) is None:
+        raise ConfigError(f"{package} is not installed; run: pip install 'parallel3d[scaling]'")
 
 
 @contextmanager
 def style() -> Iterator[ModuleType]:
     """Yield matplotlib's pyplot in the pages' style, without a display."""
-    import matplotlib  # it comes with the extra `scaling`
+    import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

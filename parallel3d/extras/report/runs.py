@@ -24,7 +24,7 @@ from parallel3d.plan.report.plan_table import count
 from parallel3d.plan.search.plans import Plan, request_of
 from parallel3d.plan.setting import Setting, Workload
 
-if TYPE_CHECKING:  # matplotlib comes with the extra `scaling`
+if TYPE_CHECKING:  # importing matplotlib takes a second
     from matplotlib.axes import Axes
 
 _COLORS = ("#31276b", "#c0392b", "#1e8449", "#b9770e", "#2e86c1", "#7d3c98", "#616a6b", "#a04000")

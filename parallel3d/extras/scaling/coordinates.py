@@ -18,7 +18,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.reader import JsonObject
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig
-from parallel3d.extras.report.page import png, require, style
+from parallel3d.extras.report.page import png, style
 from parallel3d.model.parametrization import parametrization_of
 
 WIDTHS = (64, 128, 256, 512)
@@ -169,14 +169,12 @@ def add(parser: Parser) -> None:
 def prepare(args: argparse.Namespace) -> RunConfig:
     """Return the config to check, and hide accelerators: the check runs on the CPU.
 
-    Raises ConfigError for a wrong config, fewer than two widths, or a missing matplotlib.
+    Raises ConfigError for a wrong config, or fewer than two widths.
     """
     if len(set(args.widths)) < 2:
         raise ConfigError(
             f"--widths {args.widths[0]}: only one width; a slope needs at least two different ones"
         )
-    if args.plot:
-        require("matplotlib")
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     args.widths = sorted(set(args.widths))
     config = RunConfig.from_json(args.config, args.overrides)

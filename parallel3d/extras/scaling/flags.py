@@ -254,8 +254,6 @@ def predict(args: argparse.Namespace) -> tuple[Forecast, Fit, Path | None]:
 def fit(args: argparse.Namespace) -> Fit:
     """Make the fit that the flags ask for; raise ConfigError if the points do not allow it."""
     require("scipy")
-    if not args.no_report:
-        require("matplotlib")
     compared = []
     if args.source.is_dir():
         main_count = args.params or COUNTS[0]

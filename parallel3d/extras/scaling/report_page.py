@@ -33,7 +33,7 @@ from parallel3d.extras.scaling.frontier import profiles
 from parallel3d.extras.scaling.points import Fit, interval
 from parallel3d.extras.scaling.posterior import posterior
 
-if TYPE_CHECKING:  # matplotlib comes with the extra `scaling`
+if TYPE_CHECKING:  # importing matplotlib takes a second
     from matplotlib.figure import Figure
 
 _NOT_KNOWN = (

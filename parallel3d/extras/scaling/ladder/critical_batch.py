@@ -21,7 +21,7 @@ from parallel3d.base.step_lines import METRICS, finite, read_lines
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig, arithmetic
 from parallel3d.config.learning_rate import rate
-from parallel3d.extras.report.page import png, require, style
+from parallel3d.extras.report.page import png, style
 from parallel3d.extras.scaling.flags import DRAWS
 from parallel3d.extras.scaling.ladder.expand import LadderRun
 from parallel3d.extras.scaling.ladder.plan import Rung, Runs, checkpoints, state_of, with_costs
@@ -70,7 +70,6 @@ class CriticalBatch:
 
 def measure(args: argparse.Namespace, out: Console) -> tuple[int, CriticalBatch | None]:
     """Train the forks, fit, print and draw; return the exit code, and the result if it is 0."""
-    require("matplotlib")
     code, forks = execute(lambda: forks_of(args), args.parallel, out)
     if code:
         return code, None
