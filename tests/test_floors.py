@@ -65,7 +65,7 @@ ROOMS = [
 # Nobody packs code to stay below a number, or lowers one to what stands.
 BUDGET = {
     "launch": 6_200,
-    "models": 11_900,
+    "models": 13_200,
     "parallel3d/base": 6_800,
     "parallel3d/checkpoint": 10_000,
     "parallel3d/config": 13_500,

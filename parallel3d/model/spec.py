@@ -23,10 +23,16 @@ MASTER_BYTES = 4
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a parameter: normal with mean 0 and `std`, or the constant `value`."""
+    """Initial values of a parameter: normal around `value` with `std`, or the constant `value`."""
 
     std: float = 0.0
     value: float = 0.0
+    bounds: tuple[float, float] | None = None
+    """Normal values beyond them are drawn again; without `std`, values are uniform between them."""
+    values: tuple[float, ...] = ()
+    """The parameter's elements in order, repeated to its end, in place of `std` and `value`."""
+    zero_row: int | None = None
+    """A row of a matrix that is 0 (that of the padding token)."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from parallel3d.model.spec import ParamSpec
+from parallel3d.model.spec import Init, ParamSpec
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.random_key import seed_of
 
@@ -29,8 +29,9 @@ def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: in
     stop = min(start + out.numel(), prod(end - begin for begin, end in bounds))
     if stop <= start:
         return
-    if spec.init.std == 0:
-        out[: stop - start].fill_(spec.init.value)
+    init = spec.init
+    if init.std == 0 and init.bounds is None and not init.values:
+        out[: stop - start].fill_(init.value)
         return
     *outer, rows, columns = (1, 1, *spec.shape)
     *outer_bounds, (r0, r1), (c0, c1) = ((0, 1), (0, 1), *bounds)
@@ -45,8 +46,14 @@ def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: in
         row = r0 + first
         while row < r0 + last:
             end = min(r0 + last, (row // _tile(rows) + 1) * _tile(rows))
-            place = f"{seed}/{name}/{number}"
-            values = _band(place, (row, end), (c0, c1), (rows, columns), spec.init.std)
+            if init.values:
+                begin = number * rows * columns
+                values = _listed(init.values, begin, (row, end), (c0, c1), columns)
+            else:
+                place = f"{seed}/{name}/{number}"
+                values = _band(place, (row, end), (c0, c1), (rows, columns), init)
+            if init.zero_row is not None and row <= init.zero_row < end:
+                values[init.zero_row - row] = 0
             offset = slab * slab_numel + (row - r0) * width - start
             lo = max(0, offset)
             hi = min(stop - start, offset + values.numel())
@@ -59,7 +66,7 @@ def _band(
     own_rows: tuple[int, int],
     own_columns: tuple[int, int],
     shape: tuple[int, int],
-    std: float,
+    init: Init,
 ) -> Tensor:
     """Return rows [r0, r1) and columns [c0, c1) of one band of tiles: [r1 - r0, c1 - c0].
 
@@ -78,8 +85,36 @@ def _band(
         left = j * wide
         right = min(columns, (j + 1) * wide)
         generator = torch.Generator().manual_seed(seed_of(f"{place}/{i}/{j}"))
-        tile = torch.empty(bottom - top, right - left).normal_(0.0, std, generator=generator)
+        tile = torch.empty(bottom - top, right - left)
+        _draw(tile, init, generator)
         lo = max(left, c0)
         hi = min(right, c1)
         band[:, lo - c0 : hi - c0] = tile[r0 - top : r1 - top, lo - left : hi - left]
     return band
+
+
+def _draw(tile: Tensor, init: Init, generator: torch.Generator) -> None:
+    """Fill a tile with random numbers of the distribution that `init` names."""
+    if init.bounds is None:
+        tile.normal_(init.value, init.std, generator=generator)
+    elif init.std == 0:
+        tile.uniform_(*init.bounds, generator=generator)
+    else:
+        low, high = init.bounds
+        torch.nn.init.trunc_normal_(tile, init.value, init.std, low, high, generator=generator)
+
+
+def _listed(
+    values: tuple[float, ...],
+    begin: int,
+    own_rows: tuple[int, int],
+    own_columns: tuple[int, int],
+    columns: int,
+) -> Tensor:
+    """Return rows and columns of a matrix whose elements are `values` in turn.
+
+    - `begin`: the number of elements of the parameter before this matrix, which has `columns`.
+    """
+    row_numbers = torch.arange(*own_rows).unsqueeze(1)  # [rows here, 1]
+    places = begin + row_numbers * columns + torch.arange(*own_columns)  # [rows here, columns here]
+    return torch.tensor(values)[places % len(values)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import kstest, truncnorm
 
 from parallel3d.engine import EngineSettings
 from parallel3d.mesh.mesh import Mesh
@@ -25,6 +26,10 @@ from tests.meshes import sizes_of
 pytestmark = pytest.mark.gloo
 
 NORMAL = Init(std=0.02)
+UNIFORM = Init(bounds=(-0.1, 0.3))
+TRUNCATED = Init(std=0.02, bounds=(-0.04, 0.02))
+LISTED = Init(values=tuple(range(7)))
+PADDED = Init(std=0.02, zero_row=0)
 
 
 def spec_of(shape, init=NORMAL):
@@ -58,7 +63,8 @@ def ranges(draw):
     sizes = {dim: draw(st.integers(1, 4)) for dim in dims}
     cut = cut_of(shape, *((dim, n, draw(st.integers(0, n - 1))) for dim, n in sizes.items()))
     start, stop = sorted(draw(st.integers(0, prod(cut.local_shape) + 5)) for _ in range(2))
-    return spec_of(shape), cut, start, stop
+    init = draw(st.sampled_from([NORMAL, UNIFORM, TRUNCATED, LISTED, PADDED]))
+    return spec_of(shape, init), cut, start, stop
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,6 +84,36 @@ def test_statistics_of_first_weights():
     assert abs(values.std() / 0.02 - 1) < 5 / 1000 / 2**0.5
     # Normal, not merely as wide: 4.55 % lie beyond two standard deviations.
     assert abs((values.abs() > 0.04).double().mean() - 0.0455) < 5 * 0.0455**0.5 / 1000
+
+
+def test_uniform_values_fill_their_bounds():
+    values = whole(spec_of((1000, 1000), UNIFORM)).double()
+    assert -0.1 <= values.min() < -0.0999
+    assert 0.2999 < values.max() <= 0.3
+    assert abs(values.mean() - 0.1) < 5 * 0.4 / 12**0.5 / 1000
+
+
+def test_truncated_normal_values_are_scipys():
+    values = whole(spec_of((1000, 1000), TRUNCATED))
+    expected = truncnorm(-2, 1, scale=0.02)
+    assert kstest(values.flatten()[::10].numpy(), expected.cdf).pvalue > 0.001
+
+
+def test_normal_values_have_the_mean_of_their_init():
+    moved = whole(spec_of((100, 100), Init(std=0.02, value=3.0)))
+    torch.testing.assert_close(moved - 3.0, whole(spec_of((100, 100))), rtol=0, atol=1e-6)
+
+
+def test_listed_values_repeat():
+    expected = torch.arange(2 * 5 * 9).remainder(7).view(2, 5, 9).float()
+    assert torch.equal(whole(spec_of((2, 5, 9), LISTED)), expected)
+
+
+def test_row_of_zeros_changes_no_other_row():
+    values = whole(spec_of((300, 40), Init(std=0.02, zero_row=280)))
+    expected = whole(spec_of((300, 40)))
+    expected[280] = 0
+    assert torch.equal(values, expected)
 
 
 def test_no_random_number_is_used_twice():
