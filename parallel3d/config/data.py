@@ -57,7 +57,7 @@ _REQUIRED_KEYS = {
 }
 
 
-_TOKENS = re.compile(r"(\d+(?:\.\d+)?) ?([KMBT]?) tokens")
+_TOKENS = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?([KMBT]?) tokens", re.ASCII)
 
 
 def num_tokens(value: Any) -> Any:
@@ -76,7 +76,7 @@ def _check_starts(weights: tuple[tuple[int, float], ...]) -> tuple[tuple[int, fl
     return weights
 
 
-_Weight = Annotated[float, Field(gt=0)]
+_Weight = Annotated[float, Field(gt=0, le=1e15)]  # so that their sum is finite
 # Weights from a number of tokens on: [[0, 0.7], ["10B tokens", 0.3]].
 _Start = Annotated[int, BeforeValidator(num_tokens)]
 _Change = Annotated[tuple[_Start, _Weight], Strict(False)]

@@ -195,8 +195,8 @@ class ZeroConfig(Section):
     """Elements per reduction."""
     allgather_bucket_size: Size = Field(default=500_000_000, ge=0)
     """Elements per all-gather after a step (stage 1)."""
-    sub_group_size: Size = Field(default=1_000_000_000, ge=0)
-    """Elements that the optimizer updates at a time (stage 3)."""
+    sub_group_size: Size = Field(default=1_000_000_000, gt=0)
+    """Elements that the optimizer updates at a time (stage 3); in a file, 0 means no limit."""
     stage3_prefetch_bucket_size: Size = Field(default=50_000_000, ge=0)
     """Elements fetched ahead of use (stage 3)."""
     stage3_param_persistence_threshold: Size = Field(default=100_000, ge=0)

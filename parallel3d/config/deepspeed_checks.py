@@ -85,6 +85,14 @@ def check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> Ite
             "would keep parameters unsharded that offload_param puts on NVMe",
             f"use at most {_LEAST_ON_NVME}",
         )
+    for name in ("buffer_count", "buffer_size"):
+        if on_nvme and getattr(zero.offload_param, name) == 0:
+            yield Problem(
+                f"{path}.offload_param.{name}",
+                0,
+                "leaves no buffer through which parameters come from NVMe",
+                "remove it, or write a larger number",
+            )
     if offload.device == "nvme" and offload.buffer_count < needed:
         yield Problem(
             f"{path}.offload_optimizer.buffer_count",

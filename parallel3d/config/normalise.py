@@ -17,6 +17,7 @@ from parallel3d.config.deepspeed_keys import TOP_LEVEL, UNUSED
 from parallel3d.config.monitors import SWITCHED
 from parallel3d.config.parallel3d_block import Parallel3DConfig
 
+_NO_LIMIT = 10**12  # elements of a sub-group, more than a rank has
 # Section and key of settings where null means the same as a missing key.
 _NULLABLE = (
     ("", "steps_per_print"),
@@ -42,6 +43,12 @@ def normalise(raw: JsonObject) -> tuple[JsonObject, list[str]]:
         notes.append(
             "parallel3d.data.remote_cache_bytes: removed, has no effect; only streams read URLs"
         )
+    # DeepSpeed 0.19.8 would update each parameter by itself; in other releases, and in published
+    # files, 0 means no limit. Results are the same.
+    zero = blocks["zero_optimization"]
+    if value_at(zero, "sub_group_size") == 0 and type(zero["sub_group_size"]) is not bool:
+        zero["sub_group_size"] = _NO_LIMIT
+        notes.append(f"zero_optimization.sub_group_size: 0 means no limit, {_NO_LIMIT} elements")
     for section, name in _NULLABLE:
         if blocks[section].get(name, ABSENT) is None:
             del blocks[section][name]

@@ -320,10 +320,12 @@ class TrainConfig(Section):
 
 
 def _resume_point(value: object) -> object:
-    if value in ("auto", "none") or (isinstance(value, int) and not isinstance(value, bool)):
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,18}", value):
+        return int(value)
+    is_step = type(value) is int and value >= 0
+    is_name = isinstance(value, str) and value.strip() and not value.isdecimal()
+    if is_step or is_name:
         return value
-    if isinstance(value, str) and value.strip():
-        return int(value) if value.isdecimal() else value
     raise ValueError(
         'must be "auto", "none", a step, or the path of a checkpoint; write one of these'
     )

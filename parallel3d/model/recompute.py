@@ -80,7 +80,7 @@ def parse(value: object) -> Recompute:
         only = str(names[0]) if len(names) == 1 else ""
         if only in _MODE_OF_NAME:
             return _MODE_OF_NAME[only]
-        if first_layers := re.fullmatch(r"full:([1-9]\d*)", only):
+        if first_layers := re.fullmatch(r"full:([1-9][0-9]{0,8})", only):
             return Recompute(full_layers=int(first_layers[1]))
         if all(name in SUBLAYERS for name in names):
             return Recompute(frozenset(names))
