@@ -1,19 +1,20 @@
 """First weights as an architecture of transformers draws them, read from its own code.
 
-`_init_weights` of each module runs on parameters without memory, and every write to one is
-recorded. Small parameters have memory, because some values are computed from others (decay rates of
-recurrent layers).
+The model is built once more while every write to a tensor is recorded. Large tensors have no memory
+then. Small ones have, because some values are computed from others (decay rates of recurrent
+layers).
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.initialization import TORCH_INIT_FUNCTIONS
@@ -22,37 +23,35 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.model.spec import Init
 
 SMALL = 2**18
-"""The most elements of a parameter that has memory here."""
+"""The most elements of a tensor that has memory here."""
 LONGEST = 2**16
 """The most values that are listed for a parameter."""
+_NOBODY = "nobody initialises it"
 _aten = torch.ops.aten
 
 
 def recorded(model: PreTrainedModel) -> dict[str, Init]:
     """Return each parameter's first values by name, as the architecture's own code draws them.
 
-    Tied parameters are in it under all their names, with the values of the one whose weight the
-    model keeps. Random numbers that are computed further before they are written (the decay rates
-    of some recurrent layers) come as `values`, the same for every seed of a run.
+    Tied parameters are in it under all their names. Random numbers that are computed further before
+    they are written (decay rates of recurrent layers) come as `values`, the same for every seed.
 
-    - `model`: on the meta device; it is not changed.
+    - `model`: on any device; only its class and config are used, and it is not changed.
 
     Raises `ConfigError` for parameters that nobody initialises or whose values cannot be said, with
     the name and the reason of each.
     """
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    stand_in = copy.deepcopy(model)
-    recorder = _Recorder(_untie(stand_in))
+    config = copy.deepcopy(model.config)
+    recorder = _Recorder()
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), _visible(recorder), recorder:
         torch.manual_seed(0)
-        _initialise(stand_in)
-    result = {}
+        built = type(model)._from_config(config, dtype=torch.float32)
+    inits = {}
     problems = []
-    for name in names:
-        original = _original(name, model.all_tied_weights_keys)
-        outcome = recorder.outcome(stand_in.get_parameter(original))
+    for name, parameter in built.named_parameters(remove_duplicate=False):
+        outcome = recorder.outcome(parameter)
         if isinstance(outcome, Init):
-            result[name] = outcome
+            inits[name] = outcome
         else:
             problems.append(f"{name}: {outcome}")
     if problems:
@@ -60,92 +59,41 @@ def recorded(model: PreTrainedModel) -> dict[str, Init]:
             f"{type(model).__name__}: the first values of these parameters are not known; start "
             "from pretrained weights, or use another architecture\n  " + "\n  ".join(problems)
         )
-    return result
-
-
-def _untie(model: nn.Module) -> list[nn.Parameter]:
-    """Give each module parameters of its own, and return them: large ones without memory.
-
-    A model is initialised before its parameters are tied, so each of a pair is written.
-    """
-    made = []
-    for module in model.modules():
-        module.__dict__.pop("_is_hf_initialized", None)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                device = "cpu" if parameter.numel() <= SMALL else "meta"
-                empty = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-                own = nn.Parameter(empty, parameter.requires_grad)
-                module._parameters[name] = own
-                made.append(own)
-    return made
-
-
-def _initialise(model: PreTrainedModel) -> None:
-    """Write first values as `from_config` does: torch's own in constructors, then the model's."""
-    with torch.no_grad():
-        for module in model.modules():
-            of_torch = type(module).__module__.startswith("torch.nn.")
-            if of_torch and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-    model.initialize_weights()
-
-
-def _original(name: str, tied: Mapping[str, str]) -> str:
-    """Return the name of the parameter whose value a parameter has after tying."""
-    while name in tied:
-        name = tied[name]
-    return name
+    return inits
 
 
 class _Recorder(TorchDispatchMode):
-    """Records what is written to parameters: an `Init` for each, or the reason why it has none."""
+    """Records the values of tensors: an `Init` for each, or the reason why it has none.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    Tensors with memory that are not in the record have values that were computed.
+    """
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._parameters = {_storage(parameter): parameter for parameter in parameters}
         self._outcomes: dict[int, Init | str] = {}
-        self._products: dict[int, _Product] = {}
 
-    def outcome(self, parameter: nn.Parameter) -> Init | str:
-        """Return a parameter's first values, or why they are not known."""
-        return self._outcomes.get(_storage(parameter), "nobody initialises it")
+    def outcome(self, tensor: Tensor) -> Init | str:
+        """Return a tensor's values, or why they are not known."""
+        outcome = self._outcomes.get(_storage(tensor))
+        if outcome is None:
+            return _listed(tensor)
+        if isinstance(outcome, Init) and outcome.zero_row is not None and tensor.dim() != 2:
+            return "only a part of it is written at once"
+        return outcome
 
-    def write(self, tensor: Tensor, written: Init | str) -> None:
-        """Record what was written to a parameter, or to a row of it; ignore other tensors."""
-        storage = _storage(tensor)
-        parameter = self._parameters.get(storage)
-        if parameter is None:
-            return
-        before = self.outcome(parameter)
-        if tensor.numel() == parameter.numel():
-            self._outcomes[storage] = written
-        elif isinstance(before, Init) and written == Init() and _is_row(tensor, parameter):
-            row = tensor.storage_offset() // parameter.stride(0)
-            self._outcomes[storage] = replace(before, zero_row=row)
-        else:
-            self._outcomes[storage] = "only a part of it is written at once"
-
-    def copy(self, tensor: Tensor, source: Tensor) -> None:
-        """Record that a tensor was copied into a parameter, or into a row of it."""
-        product = self._products.get(_storage(source))
-        if product is not None and product.storage == _storage(tensor):
-            self.write(tensor, product.init)
-        elif _storage(tensor) in self._parameters:
-            self.write(tensor, _listed(source.expand(tensor.shape)))
-
-    def scale(self, result: Tensor, tensor: Tensor, factor: float | None) -> None:
-        """Record that `result` is a parameter times a number; it may be the parameter itself."""
+    def write(self, tensor: Tensor, written: Init | str | None) -> None:
+        """Record what was written to a tensor or to a row of it; None for computed values."""
         storage = _storage(tensor)
         before = self._outcomes.get(storage)
-        if isinstance(before, Init) and factor is not None:
-            scaled = _scaled(before, factor)
-            if _storage(result) == storage:
-                self.write(result, scaled)
-            elif storage in self._parameters:
-                self._products[_storage(result)] = _Product(storage, scaled, result)
-        elif _storage(result) == storage:
-            self.write(result, "it is multiplied by a tensor")
+        if tensor.numel() == _numel(tensor):
+            self._record(tensor, written)
+        elif isinstance(before, Init) and written == Init() and _is_row(tensor):
+            row = tensor.storage_offset() // tensor.numel()
+            self._outcomes[storage] = replace(before, zero_row=row)
+        elif tensor.is_meta or before == _NOBODY:
+            self._outcomes[storage] = "only a part of it is written at once"
+        else:
+            self._record(tensor, None)
 
     def __torch_dispatch__(
         self,
@@ -154,43 +102,74 @@ class _Recorder(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator, and record it if it writes to a tensor."""
-        kwargs = kwargs or {}
-        packet = func.overloadpacket
+        """Run an operator, and record the values of the tensors that it makes or writes."""
+        kwargs = dict(kwargs or {})
+        operator = func.overloadpacket
+        if operator in _FACTORIES and prod(args[0]) > SMALL:
+            kwargs["device"] = torch.device("meta")
         result = func(*args, **kwargs)
-        if packet in _WRITES:
-            self.write(args[0], _WRITES[packet](*args[1:]))
-        elif packet is _aten.copy_:
-            self.copy(args[0], args[1])
-        elif packet in (_aten.mul, _aten.mul_):
-            self.scale(result, args[0], _number(args[1]))
-        elif packet in (_aten.div, _aten.div_):
-            divisor = _number(args[1])
-            self.scale(result, args[0], None if divisor is None else 1 / divisor)
-        elif func._schema.is_mutable:
+        if func._schema.is_mutable:
             for tensor in _written(func, args, kwargs):
-                self.write(tensor, f"it is written by {func}")
+                self.write(tensor, self._values(operator, args))
+        elif isinstance(result, Tensor) and not _is_view(result, args):
+            self._record(result, self._values(operator, args))
         return result
 
+    def _values(self, operator: Any, args: Sequence[Any]) -> Init | str | None:
+        """Return the values that an operator makes; None if they are computed."""
+        if operator in _DRAWS:
+            return _DRAWS[operator](*args[1:])
+        if operator in _LIKE:
+            return self._outcomes.get(_storage(args[0]))
+        if operator is _aten.copy_:
+            return self._copied(args[0], args[1])
+        if operator in _PRODUCTS:
+            known = self._outcomes.get(_storage(args[0])) if isinstance(args[0], Tensor) else None
+            factor = _number(args[1])
+            if isinstance(known, Init) and factor:
+                return _scaled(known, _PRODUCTS[operator](factor))
+        return None
 
-class _Product(NamedTuple):
-    """A parameter times a number: it may be copied back into the parameter."""
+    def _copied(self, tensor: Tensor, source: Tensor) -> Init | str | None:
+        """Return the values that `tensor` has after it became a copy of `source`."""
+        outcome = self._outcomes.get(_storage(source))
+        if outcome is not None and source.numel() == _numel(source) == tensor.numel():
+            return outcome
+        if tensor.is_meta or tensor.numel() < _numel(tensor):
+            return _listed(source.expand(tensor.shape))
+        return None
 
-    storage: int
-    """The storage of the parameter."""
-    init: Init
-    tensor: Tensor
-    """Kept, because another tensor could take its place in memory."""
+    def _record(self, tensor: Tensor, values: Init | str | None) -> None:
+        if values is None and tensor.is_meta:
+            values = f"it is computed from a tensor of more than {SMALL:,} elements"
+        if values is None:
+            self._outcomes.pop(_storage(tensor), None)
+        else:
+            self._outcomes[_storage(tensor)] = values
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return what a tensor shares with its views."""
+    """Return the identity of the memory that a tensor shares with its views."""
     return int(tensor.untyped_storage()._cdata)
 
 
-def _is_row(tensor: Tensor, parameter: nn.Parameter) -> bool:
-    """Return True if a view is one index of the first dim of a matrix."""
-    return parameter.dim() == 2 and tensor.shape == parameter.shape[1:]
+def _numel(tensor: Tensor) -> int:
+    """Return the number of elements of the tensor of which this one is a view."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def _is_row(tensor: Tensor) -> bool:
+    """Return True if a view is a row of a matrix (or looks like one)."""
+    return (
+        tensor.dim() == 1
+        and tensor.is_contiguous()
+        and tensor.storage_offset() % max(1, tensor.numel()) == 0
+    )
+
+
+def _is_view(result: Tensor, args: Sequence[Any]) -> bool:
+    storages = [_storage(arg) for arg in args if isinstance(arg, Tensor)]
+    return _storage(result) in storages
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -202,6 +181,18 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
             yield value
 
 
+def _listed(source: Tensor) -> Init | str:
+    """Return a tensor's values: those of its last dims where they repeat along the first."""
+    if source.is_meta:
+        return f"it is computed from a tensor of more than {SMALL:,} elements"
+    while source.dim() > 0 and (source.stride(0) == 0 or bool((source == source[:1]).all())):
+        source = source[0]
+    if source.numel() > LONGEST:
+        return f"it is a table of {source.numel():,} values; at most {LONGEST:,} are listed"
+    values = source.detach().float().flatten().tolist()
+    return Init(value=values[0]) if len(values) == 1 else Init(values=tuple(values))
+
+
 def _normal(mean: float = 0.0, std: float = 1.0) -> Init:
     return Init(std=std, value=mean)
 
@@ -210,34 +201,52 @@ def _uniform(low: float = 0.0, high: float = 1.0) -> Init:
     return Init(bounds=(low, high))
 
 
-def _filled(value: float | Tensor) -> Init | str:
+def _filled(value: object) -> Init | None:
     number = _number(value)
-    return "it is filled with a value of another tensor" if number is None else Init(value=number)
+    return None if number is None else Init(value=number)
 
 
 def _zeros() -> Init:
     return Init()
 
 
-def _listed(source: Tensor) -> Init | str:
-    """Return a tensor's values: those of its last dims where they repeat along the first."""
-    if source.is_meta:
-        return f"it is computed from a parameter of more than {SMALL:,} elements"
-    while source.dim() > 0 and (source.stride(0) == 0 or bool((source == source[:1]).all())):
-        source = source[0]
-    if source.numel() > LONGEST:
-        return f"it is a table of {source.numel():,} values; at most {LONGEST:,} are listed"
-    values = source.float().flatten().tolist()
-    return Init(value=values[0]) if len(values) == 1 else Init(values=tuple(values))
+def _same(factor: float) -> float:
+    return factor
 
 
-_WRITES: dict[Any, Callable[..., Init | str]] = {
+def _inverse(factor: float) -> float:
+    return 1 / factor
+
+
+def _factory_of(values: Init | str) -> Callable[..., Init | str]:
+    def made(*_: object) -> Init | str:
+        return values
+
+    return made
+
+
+_FACTORIES: dict[Any, Callable[..., Init | str | None]] = {
+    _aten.empty: _factory_of(_NOBODY),
+    _aten.zeros: _factory_of(Init()),
+    _aten.ones: _factory_of(Init(value=1.0)),
+    _aten.full: _filled,
+    _aten.rand: _factory_of(Init(bounds=(0.0, 1.0))),
+    _aten.randn: _factory_of(Init(std=1.0)),
+}
+"""Operators that make a tensor of the size that is their first argument."""
+_DRAWS: dict[Any, Callable[..., Init | str | None]] = _FACTORIES | {
+    _aten.empty_like: _factory_of(_NOBODY),
+    _aten.zeros_like: _factory_of(Init()),
+    _aten.ones_like: _factory_of(Init(value=1.0)),
+    _aten.full_like: _filled,
     _aten.normal_: _normal,
     _aten.uniform_: _uniform,
     _aten.fill_: _filled,
     _aten.zero_: _zeros,
 }
-"""By operator, a function from its arguments to the values that it writes to a whole tensor."""
+"""By operator, a function from its arguments after the first to the values of its tensor."""
+_LIKE = (_aten.clone, _aten._to_copy)
+_PRODUCTS = {_aten.mul: _same, _aten.mul_: _same, _aten.div: _inverse, _aten.div_: _inverse}
 
 
 def _number(value: object) -> float | None:
