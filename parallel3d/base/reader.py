@@ -20,6 +20,8 @@ JsonObject = dict[str, object]  # a block of settings as it is read or written
 CONFIGS = Path(parallel3d.__file__).parent / "configs"
 
 _STRING = r'"(?:\\.|[^"\\\n])*"'
+_BRACKET = re.compile(rf"{_STRING}|([\[\]{{}}])")
+MOST_NESTED = 100
 _COMMENT = re.compile(rf"{_STRING}|(//[^\n]*|/\*.*?\*/)", re.DOTALL)
 # The middle alternative keeps `[,` and `,,`, which are errors.
 _TRAILING_COMMA = re.compile(rf"{_STRING}|[\[{{,]\s*,|(,)(?=\s*[\]}}])")
@@ -134,6 +136,8 @@ def value(text: str) -> object:
 def _load(text: str, source: str) -> object:
     clean = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
 
+    _refuse_depth(clean, source)
+
     def unique(pairs: list[tuple[str, object]]) -> JsonObject:
         for key, count in Counter(key for key, _ in pairs).items():
             if count > 1:
@@ -162,6 +166,22 @@ def _load(text: str, source: str) -> object:
         raise ConfigError(
             f"{source}: cannot be read as JSON ({error}); shorten or flatten it"
         ) from None
+
+
+def _refuse_depth(text: str, source: str) -> None:
+    """Raise ConfigError if brackets in `text` are nested deeper than any setting."""
+    depth = 0
+    for match in _BRACKET.finditer(text):
+        bracket = match[1]
+        if bracket is None:
+            continue
+        depth += 1 if bracket in "[{" else -1
+        if depth > MOST_NESTED:
+            line = text.count("\n", 0, match.start()) + 1
+            raise ConfigError(
+                f"{source}, line {line}: more than {MOST_NESTED} blocks or lists are nested, "
+                "deeper than any setting; remove brackets"
+            )
 
 
 def _blank(match: re.Match[str]) -> str:

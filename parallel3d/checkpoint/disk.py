@@ -124,15 +124,20 @@ def remove_leftovers(folder: Path) -> None:
                 remove_folder(path)
 
 
-def copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder's small files, synced to disk; removes an old target. Raises OSError."""
+def copy_folder(source: Path, target: Path) -> dict[str, Entry]:
+    """Copy a folder's small files, synced to disk, and return their sizes and hashes by name.
+
+    Removes an old target. Raises OSError.
+    """
     remove_folder(target)
     fault_point("checkpoint.before_folder")
     target.mkdir()
+    entries = {}
     for path in sorted(source.iterdir()):
         if path.is_file():
-            write_file(target / path.name, [path.read_bytes()])
+            entries[path.name] = write_file(target / path.name, [path.read_bytes()])
     sync_folder(target)
+    return entries
 
 
 def replace_text(path: Path, text: str) -> None:

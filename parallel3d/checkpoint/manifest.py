@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import file_digest
 from math import prod
 from pathlib import Path
@@ -33,6 +33,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TOKENIZER = "tokenizer"  # folder beside them, whose digest is in state.json
+TOKENIZER_FILES = "tokenizer_files"  # key of state.json: the entries of all its files
 
 _REQUIRED_KEYS = {
     "tokens",
@@ -133,14 +134,19 @@ def _parse(content: dict[str, Any]) -> Manifest:
                 f"it lists {name[:80]!r}, which is not a plain file name: {STATE}, or letters, "
                 "digits and ._- with .safetensors at the end"
             )
-        if not isinstance(entry, dict) or set(entry) != {"size", "digest"}:
-            raise ValueError(f"it does not have size and digest of {name}")
-        size = entry["size"]
-        digest = entry["digest"]
-        if not (is_count(size) and isinstance(digest, str) and _DIGEST.fullmatch(digest)):
-            raise ValueError(f"it has no valid size and digest of {name}")
-        files[name] = Entry(size, digest)
+        files[name] = _entry(name, entry)
     return Manifest(content["step"], files)
+
+
+def _entry(name: str, entry: object) -> Entry:
+    """Return the entry of a file in a JSON object; raises ValueError."""
+    if not isinstance(entry, dict) or set(entry) != {"size", "digest"}:
+        raise ValueError(f"it does not have size and digest of {name}")
+    size = entry["size"]
+    digest = entry["digest"]
+    if not (is_count(size) and isinstance(digest, str) and _DIGEST.fullmatch(digest)):
+        raise ValueError(f"it has no valid size and digest of {name}")
+    return Entry(size, digest)
 
 
 def check_file(folder: Path, name: str, entry: Entry) -> str:
@@ -241,6 +247,30 @@ def verify(folder: Path) -> list[Fault]:
     return faults or _check_contents(folder, manifest)
 
 
+def _check_tokenizer(folder: Path, state: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield the faults of the files in a checkpoint's tokenizer folder."""
+    if folder.is_dir() and tokenizer_digest(folder) != state.get("tokenizer"):
+        yield Fault(TOKENIZER, "its hash is not the one in state.json")
+        return
+    entries = state.get(TOKENIZER_FILES)
+    if entries is None:  # written by an earlier version
+        return
+    if not isinstance(entries, dict) or any("/" in name for name in entries):
+        yield Fault(STATE, f"{TOKENIZER_FILES} must be an object of plain file names")
+        return
+    for name, entry in entries.items():
+        try:
+            reason = check_file(folder, name, _entry(name, entry))
+        except ValueError as error:
+            yield Fault(STATE, f"{TOKENIZER_FILES}: {error}")
+            continue
+        if reason:
+            yield Fault(f"{TOKENIZER}/{name}", reason)
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    for name in sorted(names - set(entries)):
+        yield Fault(f"{TOKENIZER}/{name}", f"{STATE} does not list it")
+
+
 def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:
     """Return the faults inside files whose hashes are right."""
     try:
@@ -251,9 +281,7 @@ def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:
         return [Fault(STATE, _reason(error, folder / STATE))]
     shapes = shapes_of(state)
     faults: list[Fault] = []
-    tokenizer = folder / TOKENIZER
-    if tokenizer.is_dir() and tokenizer_digest(tokenizer) != state.get("tokenizer"):
-        faults.append(Fault(TOKENIZER, "its hash is not the one in state.json"))
+    faults += _check_tokenizer(folder / TOKENIZER, state)
     boxes: dict[str, dict[str, list[Box]]] = {name: defaultdict(list) for name in shapes}
     for file in tensor_files(manifest.files):
         try:

@@ -8,7 +8,7 @@ complete. docs/checkpoint.md lists the guarantees.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
@@ -19,6 +19,7 @@ from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.manifest import (
     STATE,
     TOKENIZER,
+    TOKENIZER_FILES,
     Entry,
     check_file,
     check_state,
@@ -33,6 +34,28 @@ from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 
 MOST_FAILURES = 3  # failed saves in a row after which training stops
+
+
+_OF_A_RUN = ("config.json", "corpus.json", TOKENIZER)
+
+
+class _RunFolder(NamedTuple):
+    """What tells a run's folder from another one in its place."""
+
+    device: int
+    inode: int
+    files: frozenset[str]
+    """The files of _OF_A_RUN that it has."""
+
+    @classmethod
+    def of(cls, folder: Path) -> "_RunFolder | None":
+        """Return what is there now; None if the folder is gone."""
+        try:
+            status = folder.stat()
+            files = frozenset(name for name in _OF_A_RUN if (folder / name).exists())
+        except FileNotFoundError:
+            return None
+        return cls(status.st_dev, status.st_ino, files)
 
 
 class DiskPlace(Place):
@@ -61,13 +84,14 @@ class DiskPlace(Place):
         - `keep`: number of newest checkpoints to keep.
         - `always`: steps whose checkpoints are kept in addition.
         - `hashed`: False skips the digests.
-        - `tokenizer`: a folder to copy into each checkpoint.
+        - `tokenizer`: a folder to copy into each checkpoint, if it exists.
         """
         self._mesh = mesh
         self._folder = folder
         self._keep = keep
         self._always = always
         self._tokenizer = tokenizer
+        self._run_folder: _RunFolder | None = None
         self.hashed = hashed
 
     @property
@@ -84,6 +108,10 @@ class DiskPlace(Place):
         lacks = f"{decimal(missing_bytes)} of disk space missing for {decimal(num_bytes)}"
         return f"{self._folder}: {lacks}"
 
+    def begin(self) -> None:
+        """Note the run's folder, which must still be there, with these files, when it saves."""
+        self._run_folder = _RunFolder.of(self._folder.parent)
+
     def write(self, state: Mapping[str, Any], write_files: WriteFiles) -> None:
         """Write a checkpoint, and remove older ones; on failure, remove it and raise."""
         mesh = self._mesh
@@ -92,7 +120,7 @@ class DiskPlace(Place):
         remove = disk.remove_folder
         written = partial
         try:
-            self._on_first(lambda: disk.make_folder(partial))
+            self._on_first(lambda: self._make(partial))
             entries = agree(mesh, lambda: write_files(partial))
             files = merged(gather_json(mesh, entries, aside=True))
             self._on_first(lambda: self._publish(state, files, partial, folder))
@@ -104,12 +132,24 @@ class DiskPlace(Place):
                 self._on_first(lambda: remove(written))
             raise
 
+    def _make(self, partial: Path) -> None:
+        """Make the folder of a save, if the run's folder is still the same."""
+        if self._run_folder and _RunFolder.of(self._folder.parent) != self._run_folder:
+            raise TrainingError(
+                f"{self._folder.parent} is not what it was when the run began: it, or one of "
+                f"{', '.join(_OF_A_RUN)}, was removed or replaced; put it back"
+            )
+        disk.make_folder(partial)
+
     def _publish(
         self, state: Mapping[str, Any], files: dict[str, Entry], partial: Path, folder: Path
     ) -> None:
         """Write the state and the manifest, and rename the folder. Called on rank 0 only."""
-        if self._tokenizer and any(self._tokenizer.iterdir()):  # a corpus of ids has none
-            disk.copy_folder(self._tokenizer, partial / TOKENIZER)
+        tokenizer = self._tokenizer
+        if tokenizer and tokenizer.is_dir() and any(tokenizer.iterdir()):  # none with ids only
+            copied = disk.copy_folder(tokenizer, partial / TOKENIZER)
+            entries = {name: entry._asdict() for name, entry in copied.items()}
+            state = {**state, TOKENIZER_FILES: entries}
         disk.publish(partial, folder, state["step"], state_bytes(state), files)
         with suppress(OSError):  # only a hint for people
             disk.replace_text(self._folder / "latest", f"{folder.name}\n")

@@ -112,6 +112,10 @@ class Place(Protocol):
         Raises CheckpointError on all ranks, with one line, if it cannot be used.
         """
 
+    def begin(self) -> None:
+        """Note that the run's folder is complete; called on rank 0."""
+        return
+
     def note_restart(self, step: int) -> None:
         """Note that a run is about to load a step from here. Collective."""
         return

@@ -5,14 +5,21 @@ separate package (s3fs, gcsfs), which also handles credentials.
 """
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from threading import Thread
+from typing import TYPE_CHECKING, TypeVar
 
 from parallel3d.base.errors import DataError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
+
+SILENT_SECONDS = 20.0
+"""A server that sends nothing for so long is not waited for any longer."""
+
+Answer = TypeVar("Answer")
 
 
 def is_url(path: str) -> bool:
@@ -24,20 +31,61 @@ def is_file(path: str) -> bool:
     """True if a file with this path or URL exists."""
     if not is_url(path):
         return os.path.isfile(path)
-    with system_of(path) as (system, inner):
-        return bool(system.isfile(inner))
+    return ask(path, lambda system, inner: bool(system.isfile(inner)))
 
 
 def matching_urls(pattern: str) -> list[str]:
     """Return the sorted URLs of the files that match a URL or glob; raise DataError if none do."""
-    with system_of(pattern) as (system, path):
+
+    def find(system: "AbstractFileSystem", path: str) -> list[str]:
         paths = [path] if system.isfile(path) else system.glob(path)
-        urls = sorted(str(system.unstrip_protocol(p)) for p in paths if system.isfile(p))
+        return sorted(str(system.unstrip_protocol(p)) for p in paths if system.isfile(p))
+
+    urls = ask(pattern, find)
     if not urls:
         raise DataError(
             f"data.paths: {pattern!r} matches no file; use the URL of a file, or a glob"
         )
     return urls
+
+
+def ask(
+    url: str,
+    question: Callable[["AbstractFileSystem", str], Answer],
+    received_bytes: Callable[[], int] = lambda: 0,
+) -> Answer:
+    """Return the answer of the file system of a URL, which gets the system and the path in it.
+
+    Raises DataError, also if the server is silent for SILENT_SECONDS.
+
+    - `received_bytes`: returns how much has arrived; while this grows, the server is not silent.
+    """
+    with system_of(url) as (system, path):
+        if not is_url(url):
+            return question(system, path)
+        answers: list[Answer] = []
+        errors: list[BaseException] = []
+
+        def answer() -> None:
+            try:
+                answers.append(question(system, path))
+            except BaseException as error:  # raised again in the thread that asks
+                errors.append(error)
+
+        # Few file systems have a time limit, and each has its own setting for it.
+        thread = Thread(target=answer, name="file system", daemon=True)
+        thread.start()
+        received = received_bytes()
+        deadline = time.monotonic() + SILENT_SECONDS
+        while thread.is_alive():
+            thread.join(0.05)
+            if received != (received := received_bytes()):
+                deadline = time.monotonic() + SILENT_SECONDS
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"the server sent nothing for {SILENT_SECONDS:.0f} s")
+        if errors:
+            raise errors[0]
+        return answers[0]
 
 
 @contextmanager

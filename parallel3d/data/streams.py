@@ -13,6 +13,7 @@ estimated from their bytes, and heads.bin is empty (`sharded`).
 """
 
 import json
+import logging
 import shutil
 import time
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from parallel3d.data.ids.id_file import BLOCK
 from parallel3d.data.ids.spans import Spans
 from parallel3d.data.ids.validate import Vocabulary
 from parallel3d.data.order import bounds_of
-from parallel3d.data.remote import is_file, is_url, system_of
+from parallel3d.data.remote import ask, is_file, is_url
 from parallel3d.data.sharded import HEADS, IDS, SHARDS, LostShard, Shard, ShardCache, ShardedTokens
 from parallel3d.data.shards import ShardPlan, fill_shard
 from parallel3d.data.sources import KINDS, Files, Progress, find_files, no_progress
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ATTEMPTS = 5
+_log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 0.5
 # Settings that determine the ids of a shard.
 _SETTINGS = ("source", "documents", "text_field", "token_field", "token_dtype", "count")
@@ -288,11 +290,15 @@ def _download(url: str, folder: Path, expected: _File | None = None) -> _File:
     for attempt in range(ATTEMPTS):
         if attempt:
             time.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+        # A server that answers after all writes to the file of its own attempt.
+        arriving = folder / f"{target.name}.{attempt}"
         try:
-            with system_of(url) as (system, path):
-                system.get_file(path, str(target))
+            _receive(url, arriving)
+            arriving.replace(target)
         except DataError as failed:
             error = failed
+            if isinstance(failed.__cause__, TimeoutError):
+                _log.warning("attempt %d of %d: %s", attempt + 1, ATTEMPTS, failed)
             if isinstance(failed.__cause__, FileNotFoundError):
                 error = _lost(url, "does not exist", expected) if expected else failed
             continue
@@ -306,6 +312,15 @@ def _download(url: str, folder: Path, expected: _File | None = None) -> _File:
     if isinstance(error, LostShard) or expected is None:
         raise error
     raise DataError(f"after {ATTEMPTS} attempts: {error} (expected {_described(expected)})")
+
+
+def _receive(url: str, target: Path) -> None:
+    """Fetch a file; raise DataError if it cannot be read, or its server is silent."""
+
+    def received_bytes() -> int:
+        return target.stat().st_size if target.exists() else 0
+
+    ask(url, lambda system, path: system.get_file(path, str(target)), received_bytes)
 
 
 def _file_name(url: str) -> str:

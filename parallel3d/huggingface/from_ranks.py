@@ -9,6 +9,7 @@ from torch import Tensor
 
 from parallel3d.base.atomic import sync
 from parallel3d.base.errors import TrainingError
+from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import CompleteConfig
 from parallel3d.data.corpus import Corpus
 from parallel3d.engine import Engine, HeldParameter
@@ -47,12 +48,15 @@ def save_weights(
     @_ending_the_run(directory)
     def end() -> None:
         line = line_after(run, config.num_steps)
+        tokenizer = corpus.tokenizer_directory if corpus else None
+        if (own := run / TOKENIZER).is_dir():  # a cache may be emptied
+            tokenizer = own
         about = About(
             config,
             step=config.num_steps,
             tokens=line.get("tokens", config.num_steps * config.tokens_per_step),
             end_of_text=corpus.end_of_text if corpus else None,
-            tokenizer=corpus.tokenizer_directory if corpus else None,
+            tokenizer=tokenizer,
             line=line,
         )
         missing = layout.places.keys() - set(chain.from_iterable(written))

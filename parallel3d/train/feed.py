@@ -20,6 +20,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.deal import balance, deal
 from parallel3d.data.evaluation_samples import EvaluationSamples
 from parallel3d.data.fim import Fim
+from parallel3d.data.unchanged import OpenFiles
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.pipeline.executor import Microbatch
@@ -74,6 +75,7 @@ class Feed:
         self._most_keys = models.most_keys(own.model, length)
         fim = Fim.of(data.fim, corpus, seed)
         self._batches = Batches(corpus.train, length, seed, fim)
+        self._files = OpenFiles(corpus)
         self._ahead = ReadAhead(
             lambda start: self._step(self._batches, start, config.num_microbatches_at(start))
         )
@@ -113,6 +115,7 @@ class Feed:
         """End the thread that builds samples ahead."""
         self._batches.close()
         self._ahead.close()
+        self._files.close()
 
     def _step(
         self,
@@ -122,6 +125,7 @@ class Feed:
         samples: EvaluationSamples | None = None,
     ) -> _Step:
         """Build a step; with `samples` the labels' documents too."""
+        self._files.check()
         config = self._config
         size = self._config.micro_batch_size
         shape = num_microbatches, size, config.data.sequence_length

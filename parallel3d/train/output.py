@@ -18,6 +18,7 @@ from parallel3d.base.journal import not_ended, record
 from parallel3d.base.step_lines import METRICS, finite
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.manifest import TOKENIZER
+from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import CompleteConfig
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.data.evaluation_samples import held_out_samples
@@ -178,7 +179,7 @@ def summarise(start: Start, result: Result, peak_name: str, is_said: bool) -> Su
     most = config.train.evaluate_samples
     unigrams = None
     if is_said and HELD_OUT in result.validation:
-        with suppress(DataError):  # the run has ended well; only this row is missing
+        with suppress(DataError, OSError):  # the run has ended well; only this row is missing
             unigrams = held_out_samples(corpus, length, most).unigram_loss(corpus)
     return Summary(result, unigrams, peak_name, files, seconds)
 
@@ -234,6 +235,7 @@ class Output:
             place.forget_after(step if place is loaded_from else -1)
         on_first(mesh, self._copy_tokenizer)
         if mesh.rank == 0:
+            on_disk.begin()
             self.progress = Progress(config.num_steps, config.steps_per_print, console, step)
             trackers = Trackers(config, self.directory, step=step, say=self.progress.say)
             self.writer = MetricsWriter(self.directory, trackers, self.progress.say)
@@ -274,11 +276,14 @@ class Output:
         """Copy the tokenizer into the run's folder, because a cache may be emptied."""
         tokenizer = self._start.corpus.tokenizer_directory
         own = self.directory / TOKENIZER
-        if own.exists() or not any(tokenizer.iterdir()):
+        if not any(tokenizer.iterdir()):
+            return
+        if own.exists() and tokenizer_digest(own) == tokenizer_digest(tokenizer):
             return
         with written_to(self.directory):
             partial = own.with_name(f"{TOKENIZER}.partial")
             shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(own, ignore_errors=True)
             shutil.copytree(tokenizer, partial, copy_function=shutil.copyfile)
             partial.chmod(self.directory.stat().st_mode)
             partial.rename(own)

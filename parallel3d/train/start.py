@@ -12,6 +12,7 @@ from parallel3d.base.say import Say
 from parallel3d.checkpoint import free_space
 from parallel3d.checkpoint.find import find_named, find_newest
 from parallel3d.checkpoint.load import load
+from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.checkpoint.on_disk import DiskPlace
 from parallel3d.checkpoint.places import FoundCheckpoint, Place
 from parallel3d.checkpoint.state import Position, RunState
@@ -114,7 +115,7 @@ def find_start(
         folder / "checkpoints",
         keep=block.checkpoint.keep,
         always=block.checkpoint.at,
-        tokenizer=tokenizer,
+        tokenizer=folder / TOKENIZER,  # the run's own copy, because a cache may be emptied
     )
     places = [disk, *open_places(block.checkpoint, mesh, nodes, folder, say)]
     own_folder = folder if exists else None

@@ -8,6 +8,8 @@ get these blocks, so nothing is opened twice. The process that constructs `Track
 import csv
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +20,11 @@ from parallel3d.base.reader import JsonObject, flat
 from parallel3d.base.say import Say
 from parallel3d.config import CompleteConfig
 
+START_SECONDS = 30.0
+"""Time limit of a tracker's start, and of its end."""
+LOG_SECONDS = 10.0
+"""Time limit of passing on a step's values."""
+
 Values = Mapping[str, float]
 PROJECT = "parallel3d"  # default for trackers that need a project
 # The trackers that have a block in DeepSpeed's config.
@@ -26,7 +33,7 @@ _PACKAGES = {"comet": "comet_ml"}  # also accelerate's name of the tracker
 _REMEDIES = {
     "wandb": "run `wandb login`, or set WANDB_MODE=offline and upload later with `wandb sync`",
     "comet": "set COMET_API_KEY, or comet.online to false and upload later with `comet upload`",
-    "mlflow": "check MLFLOW_TRACKING_URI; a folder, as in file:mlruns, needs no server",
+    "mlflow": "check MLFLOW_TRACKING_URI; sqlite:///mlflow.db needs no server",
     "swanlab": "set SWANLAB_MODE=offline",
 }
 
@@ -54,7 +61,7 @@ class Trackers:
         self._settings = requested_trackers(config)
         self._running: dict[str, Any] = {}
         for name in self._settings:
-            with self._dropped_on_error(name, "cannot be started and is left out"):
+            with self._dropped_on_error(name, "cannot be started and is left out", START_SECONDS):
                 self._running[name] = tracker = make(name, config, directory, step)
                 tracker.start()
                 if self._settings[name] == "comet" and config.comet.experiment_name is not None:
@@ -69,22 +76,28 @@ class Trackers:
     def log(self, values: Values, step: int) -> None:
         """Pass the values of a step to each tracker; raise nothing."""
         for name, tracker in list(self._running.items()):
-            with self._dropped_on_error(name, f"failed at step {step} and is left out"):
+            with self._dropped_on_error(
+                name, f"failed at step {step} and is left out", LOG_SECONDS
+            ):
                 tracker.log(dict(values), step=step)
 
     def finish(self) -> None:
         """Close each tracker; raise nothing."""
         for name, tracker in list(self._running.items()):
             del self._running[name]
-            with self._dropped_on_error(name, "could not be closed"):
+            with self._dropped_on_error(name, "could not be closed", START_SECONDS):
                 tracker.finish()
 
     @contextmanager
-    def _dropped_on_error(self, name: str, what: str) -> Iterator[None]:
+    def _dropped_on_error(self, name: str, what: str, seconds: float) -> Iterator[None]:
         try:
-            yield
-        except (Exception, SystemExit) as error:
-            with suppress(Exception, SystemExit):  # the first error is the one to report
+            with _time_limit(seconds):
+                yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a tracker in Rust raises its own base class
+            with suppress(BaseException), _time_limit(LOG_SECONDS):
+                # The first error is the one to report.
                 self._running.pop(name).finish()
             first = next(iter(str(error).strip().splitlines()), "")
             reason = f"{type(error).__name__}: {first}"[:200]
@@ -94,6 +107,34 @@ class Trackers:
             self._say(
                 f"WARNING: {self._settings[name]}: {name} {what} ({reason}); {remedy}, or remove it"
             )
+
+
+class NoAnswer(BaseException):
+    """Raised in a tracker's call that takes too long; no Exception, which libraries try again."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise NoAnswer in the block after `seconds`, in the main thread only.
+
+    An alarm, and no thread of its own, because some trackers belong to the thread that started
+    them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise NoAnswer(f"nothing for {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    # Again every second, for calls that swallow it.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def make(name: str, config: CompleteConfig, directory: Path, step: int) -> Any:

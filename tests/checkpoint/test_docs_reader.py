@@ -11,7 +11,7 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from parallel3d.checkpoint.chunks import MAX_HEADER_BYTES, Box, Chunk, boxes_of, header, shift
-from parallel3d.checkpoint.manifest import Entry, manifest_bytes, verify
+from parallel3d.checkpoint.manifest import TOKENIZER_FILES, Entry, manifest_bytes, verify
 from parallel3d.train.bad_steps import KEY
 from tests.checkpoint.folders import KINDS, SHAPES, make_checkpoint, state_of, values_of
 
@@ -129,4 +129,5 @@ def test_example_header_entry_is_valid():
 def test_every_key_of_a_state_is_documented():
     table = PAGE[PAGE.index("### state.json") : PAGE.index("### manifest.json")]
     described = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert set(described) == set(state_of(1)) | {KEY}  # which only some settings write
+    # Two keys are only written with some settings, or with a tokenizer.
+    assert set(described) == set(state_of(1)) | {KEY, TOKENIZER_FILES}

@@ -1,5 +1,7 @@
 """What is read of a file and of a command line; wrong words there are in test_config_bad.py."""
 
+import json
+
 import pytest
 
 from parallel3d.base.errors import ConfigError
@@ -8,6 +10,7 @@ from parallel3d.config import Parallel3DConfig, RunConfig
 from parallel3d.config.deepspeed_keys import TOP_LEVEL
 from parallel3d.config.normalise import apply_overrides, full_path
 from parallel3d.config.run_settings import RunSettings
+from tests.config.configs import raw
 
 pytestmark = pytest.mark.pure
 
@@ -43,7 +46,7 @@ def test_comments_and_trailing_commas_are_accepted():
         ("[1]", ["not [1]", "one object"]),
         ("", ["line 1", "the text ends there"]),
         ('{"a": {"b": 1}\n', ["line 2", "the text ends there"]),
-        ("[" * 100_000, ["cannot be read as JSON", "recursion"]),
+        ("[" * 100_000, ["line 1", "more than 100 blocks or lists"]),
         ('{"a": ' + 5000 * "9" + "}", ["cannot be read as JSON", "digits"]),
     ],
 )
@@ -118,6 +121,18 @@ def test_impossible_path_gives_one_message(name):
 )
 def test_short_path_becomes_full_path(path, expected):
     assert full_path(path) == expected
+
+
+@pytest.mark.parametrize("depth", [120, 500, 5000])
+@pytest.mark.parametrize(("opening", "closing"), ["[]", ('{"a":', "}")], ids=["lists", "blocks"])
+@pytest.mark.parametrize("path", ["parallel3d.data.paths", "gradient_clipping", "unknown"])
+def test_deep_nesting_is_one_short_message(tmp_path, depth, opening, closing, path):
+    text = json.dumps(raw(**{path: "HERE"}), indent=1)
+    file = tmp_path / "ds.json"
+    file.write_text(text.replace('"HERE"', f"{opening * depth}1{closing * depth}"))
+    with pytest.raises(ConfigError, match=r"ds\.json, line \d+: more than 100 blocks") as caught:
+        RunConfig.from_json(str(file))
+    assert len(str(caught.value)) < 300
 
 
 def test_our_settings_share_no_path_with_deepspeed_keys():

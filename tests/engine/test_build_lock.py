@@ -1,6 +1,9 @@
 """A build lock never hangs a run, and where nothing can be compiled torch's Adam does the work."""
 
 import os
+import subprocess
+import threading
+import time
 
 import pytest
 from torch.utils import cpp_extension
@@ -57,6 +60,40 @@ def test_lock_file_under_newer_torch_is_ignored(tmp_path):
     lock.touch()
     [(is_loaded, messages)] = run_locally(load_with_a_kernel_lock, 1, str(tmp_path), timeout=60)
     assert is_loaded and not any("waiting" in message for message in messages)
+
+
+@pytest.mark.parametrize("how", ["killed", "killed, compiler goes on", "silent"])
+def test_killed_build_is_noticed(how, tmp_path, monkeypatch):
+    """A killed process leaves its lock; a compiler that it started may still write there."""
+    monkeypatch.setattr(op_builds, "_QUIET_SECONDS", 0.5)
+    path = tmp_path / "lock"
+    baton = op_builds._BuildLock(str(path))
+    if how == "silent":
+        path.touch()
+    else:
+        builder = os.fork()
+        if not builder:
+            baton.try_acquire()
+            os._exit(0)
+        os.waitpid(builder, 0)
+    compiler = None
+    if "compiler" in how:
+        compiler = subprocess.Popen(["sleep", "1"], cwd=tmp_path)
+    start = time.monotonic()
+    assert not op_builds._is_released(path)
+    took = time.monotonic() - start
+    if compiler:
+        compiler.wait()
+        assert took > 0.5
+    assert took < 10
+
+
+def test_living_build_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(op_builds, "_QUIET_SECONDS", 0.1)
+    baton = op_builds._BuildLock(str(tmp_path / "lock"))
+    assert baton.try_acquire() and not baton.try_acquire()
+    threading.Timer(0.5, baton.release).start()
+    assert op_builds._is_released(tmp_path / "lock")
 
 
 LINKED = """Error building extension 'cpu_adam': [1/1] c++ adam.o -shared -L/my env/lib -o adam.so

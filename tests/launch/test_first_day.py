@@ -82,7 +82,7 @@ CASES = {
         (f"{DATA}source mixture", "mixture"),
         (f"{DATA}source text", "paths"),
         (f"{DATA}source hub", "name"),
-        ("--train_batch_size 7", "use 16 or"),
+        ("--train_batch_size 7", "use 4 or 8"),
         (f"{P}run.name nobody {P}checkpoint.resume none {P}mesh.pp 2", "processes"),
         (f"{DATA}sequence_length 4096", "use at most 128, or raise max_position_embeddings"),
         ("--dry-run x", "must be a whole number"),

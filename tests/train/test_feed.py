@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -58,6 +59,13 @@ def feed_of(corpus, place=(0, 0), *, mesh=(1, 1), schedule="gpipe", stages=1, **
     return Feed(config, rank, corpus, plan), config
 
 
+def corpus_of(train, held_out):
+    """A corpus without files."""
+    return SimpleNamespace(
+        train=train, held_out=held_out, end_of_text=END, parts=(), directory=Path("nowhere")
+    )
+
+
 def stream(first, count):
     """No two of its tokens are the same."""
     return TokenStream(np.arange(first, first + count, dtype=np.uint16), np.array([0, count]))
@@ -67,7 +75,7 @@ def stream(first, count):
 def corpus():
     train = stream(1000, 500)
     train.tokens[::5] = END
-    return SimpleNamespace(train=train, held_out=stream(0, 200), end_of_text=END)
+    return corpus_of(train, stream(0, 200))
 
 
 @pytest.fixture
@@ -124,7 +132,7 @@ def test_padding_is_its_own_document_and_has_no_weight(closed):
     bounds = np.cumsum([0, *np.random.default_rng(0).integers(5, 8, 200)])
     packing = Packing.make(bounds, LENGTH)
     train = TokenStream(np.arange(1000, 1000 + bounds[-1]), bounds, packing=packing)
-    corpus = SimpleNamespace(train=train, held_out=stream(0, 200), end_of_text=END)
+    corpus = corpus_of(train, stream(0, 200))
     settings = {"packing": "best_fit", "isolate_documents": True, "mesh": (1, 2)}
     feeds = [feed_of(corpus, (0, dp), **settings)[0] for dp in range(2)]
     closed += feeds
@@ -147,7 +155,7 @@ def test_balanced_microbatches_have_the_samples_of_the_step(closed, packing):
         tokens[bounds[1:] - 1] = END
     packed = Packing.make(bounds, LENGTH) if packing == "best_fit" else None
     train = TokenStream(tokens, bounds, packing=packed)
-    corpus = SimpleNamespace(train=train, held_out=stream(0, 200), end_of_text=END)
+    corpus = corpus_of(train, stream(0, 200))
     whole = Batches(train, LENGTH, seed=3)
     by_mesh = []
     for dp in (1, 2):
@@ -251,7 +259,7 @@ def mixture_of(folder):
 def test_every_sample_once_over_changing_meshes_batches_and_depths(tmp_path, closed):
     """Over dp 2 -> 1 -> 4; each one dies with steps read ahead that nobody takes."""
     mixture = mixture_of(tmp_path)
-    corpus = SimpleNamespace(train=mixture, held_out=stream(0, 100), end_of_text=END)
+    corpus = corpus_of(mixture, stream(0, 100))
     windows = [
         {tuple(part.tokens[i : i + LENGTH + 1]) for i in range(0, len(part) - LENGTH, LENGTH)}
         for part in mixture.parts

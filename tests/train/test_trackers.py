@@ -6,6 +6,7 @@ import resource
 import signal
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 from deepspeed.monitor.config import CSVConfig
@@ -226,6 +227,54 @@ def test_full_disk_ends_csv_tracker_until_next_start(tmp_path, monkeypatch):
     running.log(ONE, 2)
     rows = (tmp_path / "mine" / "csv" / "loss.csv").read_text().split()
     assert rows == ["step,loss", "1,1.0", "2,1.0"]
+
+
+class Silent(Fake):
+    """A package whose server accepts calls and never answers some of them."""
+
+    def _note(self, name, /, *args, **options):
+        self.calls.append((name, args, options))
+        while name in self._broken:
+            with suppress(Exception):  # as libraries do that try again
+                time.sleep(60)
+        return self
+
+
+@pytest.mark.parametrize(
+    ("silent", "words"),
+    [
+        (("init",), "cannot be started and is left out (NoAnswer: nothing for 0 s)"),
+        (("log",), "failed at step 1 and is left out"),
+        (("log", "finish"), "failed at step 1 and is left out"),
+        (("finish",), "could not be closed"),
+    ],
+    ids=str,
+)
+def test_tracker_whose_server_is_silent_is_left_out(tmp_path, monkeypatch, silent, words):
+    monkeypatch.setattr(trackers, "START_SECONDS", 0.2)
+    monkeypatch.setattr(trackers, "LOG_SECONDS", 0.1)
+    fake = Silent(broken=silent)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    messages = []
+    handler = signal.getsignal(signal.SIGALRM)
+    running = started(tmp_path, messages, **{"parallel3d.run.trackers": ["wandb"]})
+    running.log({"loss": 1.0}, 1)
+    running.finish()
+    (message,) = messages
+    assert words in message and "run `wandb login`" in message
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise."""
+
+
+def test_tracker_that_raises_no_exception_is_left_out(tmp_path, installed):
+    installed("wandb", broken=("init",), error=Panic)
+    messages = []
+    started(tmp_path, messages, **{"parallel3d.run.trackers": ["wandb"]})
+    assert len(messages) == 1 and "Panic: init is down" in messages[0]
 
 
 def test_csv_rows_of_steps_to_come_are_dropped(tmp_path):

@@ -1,12 +1,15 @@
 """URLs of shards: what is wrong with one is told by its name, and no password is shown."""
 
 import json
+import socket
+import threading
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from parallel3d.base.errors import DataError
-from parallel3d.data import streams
+from parallel3d.data import remote, streams
 from parallel3d.data.prepare import prepare, prepare_manifests
 from parallel3d.data.show import as_text, samples, summarise
 from tests.data.ids import locked, writers
@@ -42,6 +45,51 @@ def by_url(url, folder):
 def test_url_errors_name_the_url(url, message, tmp_path):
     with pytest.raises(DataError, match=message):
         by_url(url.format(folder=tmp_path), tmp_path)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 4000\r\n\r\n"
+
+
+@contextmanager
+def silent_server(first=b""):
+    """The URL of a file of a server that accepts, sends `first` to each request, and no more."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connections = []
+
+        def accept():
+            with suppress(OSError):  # it was closed
+                while True:
+                    connection, _ = server.accept()
+                    connections.append(connection)
+                    connection.recv(4096)
+                    connection.sendall(first)
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/ids.npy"
+        for connection in connections:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "question"),
+    [
+        (b"", lambda url, folder: remote.is_file(url)),
+        (b"", lambda url, folder: remote.matching_urls(url)),
+        (b"", lambda url, folder: by_url(url, folder)),
+        (HEAD, lambda url, folder: streams._download(url, folder)),
+        (HEAD + bytes(100), lambda url, folder: streams._download(url, folder)),
+    ],
+    ids=["is_file", "matching_urls", "prepare", "no byte of a file", "a part of a file"],
+)
+def test_silent_server_is_an_error_after_a_while(first, question, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(remote, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(streams, "ATTEMPTS", 2)
+    with silent_server(first) as url, pytest.raises(DataError) as caught:
+        question(url, tmp_path)
+    assert f"{url} cannot be read (the server sent nothing for 0 s)" in str(caught.value)
+    if first:
+        assert "attempt 1 of 2: " in caplog.text
+    assert not list(tmp_path.glob("ids.npy"))
 
 
 def test_password_in_a_url_is_never_shown(tmp_path):
