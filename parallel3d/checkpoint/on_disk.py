@@ -40,7 +40,7 @@ _OF_A_RUN = ("config.json", "corpus.json", TOKENIZER)
 
 
 class _RunFolder(NamedTuple):
-    """What tells a run's folder from another one in its place."""
+    """The identity of a run's folder, by which another one in its place is noticed."""
 
     device: int
     inode: int
@@ -49,7 +49,7 @@ class _RunFolder(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> "_RunFolder | None":
-        """Return what is there now; None if the folder is gone."""
+        """Return the identity of what is there now; None if the folder is gone."""
         try:
             status = folder.stat()
             files = frozenset(name for name in _OF_A_RUN if (folder / name).exists())

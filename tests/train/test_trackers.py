@@ -235,7 +235,7 @@ class Silent(Fake):
     def _note(self, name, /, *args, **options):
         self.calls.append((name, args, options))
         while name in self._broken:
-            with suppress(Exception):  # as libraries do that try again
+            with suppress(Exception):  # a library that tries again
                 time.sleep(60)
         return self
 
