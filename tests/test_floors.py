@@ -65,7 +65,7 @@ ROOMS = [
 # Nobody packs code to stay below a number, or lowers one to what stands.
 BUDGET = {
     "launch": 6_200,
-    "models": 13_200,
+    "models": 15_300,
     "parallel3d/base": 6_800,
     "parallel3d/checkpoint": 10_000,
     "parallel3d/config": 13_500,
@@ -79,7 +79,7 @@ BUDGET = {
     "parallel3d/extras/scaling": 28_700,
     "parallel3d/huggingface": 6_100,
     "parallel3d/mesh": 9_200,
-    "parallel3d/model": 5_100,
+    "parallel3d/model": 6_100,
     "parallel3d/pipeline": 3_400,
     "parallel3d/plan": 23_500,
     "parallel3d/schedule": 6_800,

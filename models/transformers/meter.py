@@ -1,0 +1,406 @@
+"""Measure what layers cost, on the meta device: no tensor has memory, no collective sends anything.
+
+A process that has no process group runs it, because it makes one of the "fake" backend:
+
+    echo '{"model": {...}, "tp": [1, 2], "recompute": ["none", "full"]}' |
+        python -m parallel3d.models.transformers.meter
+
+It prints the `MeasuredCost` of each layer of `layers_of`, by the layer's name.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pkgutil import resolve_name
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch import Tensor, nn
+
+from parallel3d import models
+from parallel3d.mesh.fake_groups import make_fake_groups
+from parallel3d.model.measured_cost import MeasuredCost, Variant, fit, monomials_at
+from parallel3d.model.recompute import FULL, NONE, Recompute, parse
+from parallel3d.model.spec import Attention, KeptMemory, LayerCost, LayerSpec, MatMul, Shape, Work
+from parallel3d.model.transformer_cost import LOGITS_AT_ONCE
+from parallel3d.models.transformers.tally import (
+    Held,
+    Operations,
+    Tally,
+    fused_kernels,
+    key_of,
+    without,
+)
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.random_key import RandomKey
+from parallel3d.tensor.recompute import run_again
+
+Place = Literal["first", "middle", "last"]
+_LONGEST = 8192
+# How far memory and traffic of the last shape may be from the predicted ones. The fullest moment of
+# a head in parts is in one of them for a few parts, and after the last one for many.
+_CLOSE = 0.01
+_CLOSE_IN_PARTS = 0.1
+_TYPES = (torch.bfloat16, torch.float32)
+_IN_SHAPE = (0, 1, 2, 3, 4, 5)  # monomials that all layers may have
+_IN_PARTS = (0, 3, 6, 7)  # those of a head in parts
+
+
+class _NoSeeds(RandomKey):
+    """A key that seeds no generator: there is none on the meta device."""
+
+    def seed_generator(self, place: str, tp_rank: int, device: torch.device) -> None:
+        """Do nothing."""
+
+
+class Setting(NamedTuple):
+    """How a layer runs: a variant of its cost."""
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+    recompute: Recompute
+    in_parts: bool = False
+    """The head computes its logits in parts."""
+
+    @property
+    def tp(self) -> int:
+        """Number of tensor-parallel ranks."""
+        return self.group.size()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The operations and memory of one forward and backward, in one training type."""
+
+    forward: Operations
+    backward: Operations
+    saved: Held
+    peak: Held
+    resident: Held
+
+
+class Layer:
+    """One layer on the meta device, ready to run at shapes of one sequence length."""
+
+    def __init__(
+        self, spec: LayerSpec, place: Place, setting: Setting, dtype: torch.dtype, seq: int
+    ) -> None:
+        context = LayerContext(
+            setting.group,
+            _NoSeeds(0),
+            sequence_parallel=setting.sequence_parallel,
+            recompute=setting.recompute,
+        )
+        with torch.device("meta"):
+            module: nn.Module = resolve_name(spec.build)(spec.config, spec.name, context)
+        self.module = module.to(dtype)
+        if setting.in_parts:  # else its sums in fp32 would count, and not as a gradient
+            for parameter in self.module.parameters():
+                parameter.grad_dtype = torch.float32
+        self.place = place
+        self.setting = setting
+        self.dtype = dtype
+        self.hidden = spec.config.hidden_size
+        self.seq = seq
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        self.known = {key_of(tensor) for tensor in tensors}
+        self.resident = self._first_run()
+
+    def _first_run(self) -> Held:
+        """Return the memory that stays from the first forward on; it is known from now on."""
+        x, tokens = self._inputs(1)
+        tally = Tally(self.known | {key_of(x), key_of(tokens)}, self.dtype)
+        with tally, fused_kernels(tally):
+            self._forward(x, tokens, tally)
+        stays = tally.living()
+        self.known |= stays.keys()
+        self.kept = tally  # a storage that is known must not be freed, or its key is used again
+        own = sum(held.own for held in stays.values())
+        return Held(own, sum(held.other for held in stays.values()))
+
+    def _inputs(self, batch: int) -> tuple[Tensor, Tensor]:
+        seq = self.seq // self.setting.tp if self.setting.sequence_parallel else self.seq
+        x = torch.empty(batch, seq, self.hidden, dtype=self.dtype, device="meta")
+        tokens = torch.empty(batch, self.seq, dtype=torch.int64, device="meta")
+        return x.requires_grad_(), tokens
+
+    def _forward(self, x: Tensor, tokens: Tensor, tally: Tally) -> Tensor:
+        def copy() -> Tensor:
+            """Return x in memory that is counted, as that of an input is; nobody else keeps it."""
+            own = x * 1
+            tally.start_pass()
+            return own
+
+        if self.place == "first":
+            y = self.module(tokens)
+        elif self.place == "last":
+            y = self.module(copy(), tokens)
+        elif self.setting.recompute == FULL and torch.is_grad_enabled():
+            y = run_again(self.module, copy(), None)
+        else:
+            y = self.module(copy())
+        result: Tensor = y if isinstance(y, Tensor) else y[0]
+        return result
+
+    def run(self, batch: int) -> Pass:
+        """Run forward and backward on a microbatch."""
+        x, tokens = self._inputs(batch)
+        known = self.known | {key_of(x), key_of(tokens)}
+        tally = Tally(known, self.dtype)
+        saved: dict[int, Held] = {}
+        self.module.zero_grad()
+        with tally, fused_kernels(tally) as norms:
+
+            def pack(tensor: Tensor) -> Tensor:
+                key = key_of(tensor)
+                held = tally.held_by(tensor)
+                if key not in known:
+                    saved[key] = replace(held, unfused=norms.get(key, 0))
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                y = self._forward(x, tokens, tally)
+            forward = tally.start_pass()
+            middle = tally.time + 1
+            y.backward(None if y.dim() == 0 else torch.empty_like(y))
+            backward = tally.start_pass()
+        result = key_of(y)
+        gradients = {key_of(p.grad) for p in self.module.parameters() if p.grad is not None}
+        peaks = [
+            tally.most(0, middle, gradients),
+            tally.most(middle, tally.time, gradients | {result}),
+        ]
+        peak = max(peaks, key=lambda held: held.total)
+        kept = Held(
+            sum(held.own for held in saved.values()),
+            sum(held.other for held in saved.values()),
+            sum(held.unfused for held in saved.values()),
+        )
+        return Pass(forward, backward, kept, peak, self.resident)
+
+
+def measured(
+    spec: LayerSpec,
+    place: Place,
+    groups: Mapping[int, dist.ProcessGroup],
+    recomputes: Sequence[Recompute] = (NONE,),
+    longest: int = _LONGEST,
+) -> MeasuredCost:
+    """Return the cost of a layer, measured with and without sequence parallelism.
+
+    - `spec`: its `build` is called, its `cost` is not.
+    - `place`: "first" takes tokens, "last" has logits; neither is recomputed.
+    - `groups`: the tensor-parallel group of each size, from `make_fake_groups`; one of size 1.
+    - `recomputes`: kinds of recomputation besides NONE.
+    - `longest`: the most tokens of a sample that the layer can run.
+
+    Raises ValueError if a cost is no polynomial of the microbatch's shape.
+    """
+    kinds = dict.fromkeys([NONE, *recomputes]) if place == "middle" else {NONE: None}
+    variants: list[Variant] = []
+    for tp, group in sorted(groups.items()):
+        for split in [False, True] if tp > 1 else [False]:
+            for in_parts in [False, True] if place == "last" else [False]:
+                plain: dict[Shape, _Passes] = {}
+                for kind in kinds:
+                    setting = Setting(group, split, kind, in_parts)
+                    variants.append(_measure(spec, place, setting, longest, plain))
+    vocab = int(spec.config.vocab_size) if place == "last" else 0
+    return MeasuredCost(tuple(variants), vocab)
+
+
+class _Passes(NamedTuple):
+    """The passes of one shape in both training types."""
+
+    half: Pass
+    single: Pass
+
+
+def _measure(
+    spec: LayerSpec, place: Place, setting: Setting, longest: int, plain: dict[Shape, _Passes]
+) -> Variant:
+    """Return one variant; `plain` holds the passes without recomputation, which come first."""
+    rows = -(-int(spec.config.vocab_size) // setting.tp) if place == "last" else 0
+    shapes = _shapes(setting, longest, rows)
+    made: dict[Shape, _Passes] = {}
+    for seq in dict.fromkeys(shape.seq for shape in shapes):
+        layers = [Layer(spec, place, setting, dtype, seq) for dtype in _TYPES]
+        for shape in shapes:
+            if shape.seq == seq:
+                made[shape] = _Passes(*[layer.run(shape.batch) for layer in layers])
+    if setting.recompute == NONE:
+        plain.update(made)
+    costs = [_cost(made[shape], plain[shape], place, setting) for shape in shapes]
+    monomials = [monomials_at(shape, rows) for shape in shapes]
+    used = _IN_PARTS if setting.in_parts else _IN_SHAPE
+    variant = Variant(
+        setting.tp,
+        setting.sequence_parallel,
+        str(setting.recompute),
+        setting.in_parts,
+        costs[0],
+        fit(monomials[:-1], costs[:-1], used),
+        made[shapes[0]].half.forward.has_dropout,
+    )
+    close = _CLOSE_IN_PARTS if setting.in_parts else _CLOSE
+    _check(costs[-1], variant.fitted(monomials[-1]), close, f"{spec.name} on {setting.tp} ranks")
+    return variant
+
+
+def _shapes(setting: Setting, longest: int, rows: int) -> list[Shape]:
+    """Return as many shapes as monomials are used, and one to check the fit.
+
+    Batches are above 1, where torch needs fewer copies.
+
+    - `rows`: those of the output projection on one rank; 0 in other layers than the head.
+    """
+    tp = setting.tp
+    if setting.in_parts:
+        # Sequences of which each rank has whole tokens, in 2 to 4 parts.
+        unit = -(-LOGITS_AT_ONCE // rows // (4 * tp)) * tp
+        sizes = [(2, 3), (2, 4), (3, 4), (2, 7), (3, 3)]
+        return [Shape(batch, n * unit) for batch, n in sizes]
+    unit = longest // (4 * tp) * tp
+    if rows:
+        unit = min(unit, LOGITS_AT_ONCE // rows // (16 * tp) * tp)
+    unit = max(unit, tp)
+    sizes = [(2, 4), (4, 4), (2, 3), (4, 3), (2, 2), (4, 2), (3, 2)]
+    return [Shape(batch, n * unit) for batch, n in sizes]
+
+
+def _cost(passes: _Passes, plain: _Passes, place: Place, setting: Setting) -> LayerCost:
+    """Return the cost at one shape."""
+    half, single = passes
+    forward = _work(half.forward)
+    again = Work()
+    backward_collectives = tuple(plain.half.backward.collectives)
+    if setting.recompute != NONE:
+        before = plain.half.backward
+        after = half.backward
+        again = Work(
+            tuple(without(after.products, before.products)),
+            _together(after.attentions),
+            after.traffic - before.traffic,
+            tuple(without(after.collectives, before.collectives)),
+        )
+    if place == "last":  # a loss takes a part of its gradient in its forward
+        traffic = (half.forward.traffic + half.backward.traffic) // 3
+        forward = replace(forward, traffic=traffic)
+        if setting.in_parts:
+            first = forward.matmuls[0]
+            tokens = sum(product.m for product in forward.matmuls)
+            forward = replace(forward, matmuls=(MatMul(tokens, first.k, first.n),))
+            again = Work(forward.matmuls)
+    saved = half.saved.kept_as(single.saved)
+    working = half.peak.kept_as(single.peak) - saved
+    unfused = plain.half.saved.unfused - half.saved.unfused
+    return LayerCost(
+        0,
+        forward,
+        again,
+        backward_collectives,
+        saved,
+        replace(working, unfused=unfused),
+        half.resident.kept_as(single.resident),
+    )
+
+
+def _work(operations: Operations) -> Work:
+    attention = _together(operations.attentions)
+    collectives = tuple(operations.collectives)
+    return Work(tuple(operations.products), attention, operations.traffic, collectives)
+
+
+def _together(attentions: Sequence[Attention]) -> Attention | None:
+    """Return several attentions of one layer as one with the heads of all."""
+    if not attentions:
+        return None
+    first = attentions[0]
+    heads = sum(attention.heads for attention in attentions)
+    return first._replace(heads=heads, kv_heads=sum(a.kv_heads for a in attentions))
+
+
+def _check(cost: LayerCost, predicted: LayerCost, close: float, name: str) -> None:
+    """Raise ValueError unless the prediction is right: close in memory and traffic, else equal."""
+    problems = []
+    if _operations(cost) != _operations(predicted):
+        problems.append(f"{_operations(cost)}, not {_operations(predicted)}")
+    for number, value in zip(_sizes(cost), _sizes(predicted), strict=True):
+        if abs(number - value) > close * abs(number):
+            problems.append(f"{number}, not {value}")
+    if problems:
+        raise ValueError(f"the cost of {name} is no polynomial: {'; '.join(problems)}")
+
+
+def _operations(cost: LayerCost) -> LayerCost:
+    """Return the cost without memory and traffic."""
+    empty = KeptMemory()
+    return replace(
+        cost,
+        forward=replace(cost.forward, traffic=0),
+        recomputed=replace(cost.recomputed, traffic=0),
+        saved=empty,
+        working=empty,
+        resident=empty,
+    )
+
+
+def _sizes(cost: LayerCost) -> list[int]:
+    """Return memory (bytes, in both types) and traffic (elements)."""
+    moments = [cost.saved, cost.saved + cost.working, cost.resident]
+    held = [moment.bytes(size) for moment in moments for size in (2, 4)]
+    return [*held, cost.forward.traffic, cost.forward.traffic + cost.recomputed.traffic]
+
+
+def layers_of(section: dict[str, Any]) -> list[LayerSpec]:
+    """Return one layer of each kind of a model, the embedding first and the head last.
+
+    - `section`: the model's section of a config.
+    """
+    layers = models.layers(models.config_class(section["family"])(**section))
+    first, *blocks, last = layers
+    kinds: list[LayerSpec] = []
+    for block in blocks:
+        known = [(kind.build, kind.cost) for kind in kinds]
+        if (block.build, block.cost) not in known:
+            kinds.append(block)
+    return [first, *kinds, last]
+
+
+def measured_layers(
+    layers: Sequence[LayerSpec],
+    tps: Sequence[int],
+    recomputes: Sequence[Recompute],
+    longest: int = _LONGEST,
+) -> dict[str, MeasuredCost]:
+    """Return the measured cost of each layer, by its name; the arguments are those of `measured`.
+
+    - `layers`: the first is an embedding, the last a head.
+    - `tps`: numbers of tensor-parallel ranks besides 1.
+    """
+    groups = make_fake_groups([1, *tps])
+    places: dict[int, Place] = {0: "first", len(layers) - 1: "last"}
+    costs = {}
+    for i, layer in enumerate(layers):
+        costs[layer.name] = measured(layer, places.get(i, "middle"), groups, recomputes, longest)
+    return costs
+
+
+def answer(request: str) -> str:
+    """Return the measured costs that a request asks for; both are JSON, as at the top."""
+    asked = json.loads(request)
+    section = asked["model"]
+    kinds = [parse(kind) for kind in asked["recompute"]]
+    longest = min(_LONGEST, section.get("max_position_embeddings") or _LONGEST)
+    costs = measured_layers(layers_of(section), asked["tp"], kinds, longest)
+    return COSTS.dump_json(costs).decode()
+
+
+COSTS = TypeAdapter(dict[str, MeasuredCost])
+"""Reads and writes the answer."""
+
+if __name__ == "__main__":
+    print(answer(sys.stdin.read()))
