@@ -105,8 +105,9 @@ class SourceConfig(Section):
     "megatron" (.bin with .idx), "datatrove" (.ds), "tokens" (.npy, llm.c's .bin, or raw arrays)."""
     paths: Paths = ()
     """Files and globs ("folder/**/*.txt"), as a list or a single string. A document is a line of
-    "jsonl" or a row of "parquet". .gz, .bz2 and .zst of "text" and "jsonl" are decompressed.
-    "megatron" takes paths with or without .bin. URLs ("s3://bucket/*.npy") require `stream`."""
+    "jsonl" or a row of "parquet". Files of "text" and "jsonl" may be compressed (gzip, bzip2,
+    zstd, lz4, xz), by whatever name. "megatron" takes paths with or without .bin. URLs
+    ("s3://bucket/*.npy") require `stream`."""
     documents: Literal["file", "line", "blank_line"] = "file"
     """For source "text": a document is a file, a line, or the lines between blank lines."""
     text_field: str = Field(default="text", min_length=1)

@@ -358,6 +358,15 @@ class CheckpointConfig(Section):
     """
 
 
+class Published(Section):
+    """Settings of a published model's folder that training leaves as they are."""
+
+    config: dict[str, Any]
+    """The fields of its config.json that do not affect training: special ids and the like."""
+    generation: dict[str, Any] | None = None
+    """The content of its generation_config.json; null if it has none."""
+
+
 class OutputConfig(Section):
     """Output of a run, in <directory>/<name>/."""
 
@@ -377,6 +386,9 @@ class OutputConfig(Section):
     """Also write the trained weights as a folder that transformers loads."""
     hardware: Annotated[str, AfterValidator(_known_hardware)] = "auto"
     """Device whose peak FLOP/s define MFU: a name in configs/hardware, or "auto"."""
+    published: Published | None = None
+    """Special ids and generation settings of the model in `from_pretrained`, which training leaves
+    as they are and an export has again. Filled in when the folder is read."""
     model_folders: ModelFolders = ()
     """Folders of your own model families, each a folder with spec.py and blocks.py
     (docs/add-a-model.md). For commands without a config, set PARALLEL3D_MODELS."""

@@ -35,6 +35,21 @@ SETTINGS = (
     "added_tokens.json",
     "chat_template*",
 )
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+CARRIED = (*_SPECIAL_IDS, "sep_token_id", "task_specific_params", "use_cache")
+"""Fields of a config.json that an export has again: they neither change training nor follow it."""
+_SAMPLING = (
+    "max_length",
+    "min_length",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "num_beams",
+    "repetition_penalty",
+    "length_penalty",
+)
 _SHARD = re.compile(r"[^/\\\x00-\x1f]{1,240}\.safetensors")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
@@ -64,7 +79,29 @@ def fill(raw: JsonObject, replaced: Mapping[str, object] | None = None) -> list[
         free = {*pretrained.free_settings(fixed["family"]), "parametrization"}
         chosen = {key: value for key, value in replaced.items() if key in free} | chosen
     reader.block_at(raw, "parallel3d")["model"] = {**chosen, **fixed, KEY: record}
+    output = reader.block_at(raw, "parallel3d").setdefault("run", {})
+    if isinstance(output, dict):
+        output["published"] = read_published(folder, config)
     return notes
+
+
+def read_published(folder: Path, config: Mapping[str, object]) -> JsonObject:
+    """Return the block `parallel3d.run.published` for a model's folder and its config.json.
+
+    Raises ConfigError if its generation_config.json is not valid JSON.
+    """
+    path = folder / "generation_config.json"
+    generation: JsonObject | None = None
+    if os.path.isfile(path):
+        generation = reader.read(path)
+    elif old := {key: config[key] for key in _SAMPLING if key in config}:
+        # Before generation_config.json existed, config.json had the settings.
+        generation = {key: config[key] for key in CARRIED if key in config} | old
+        generation.pop("task_specific_params", None)
+    return {
+        "config": {key: config[key] for key in CARRIED if key in config},
+        "generation": generation,
+    }
 
 
 def read_config(folder: Path) -> JsonObject:

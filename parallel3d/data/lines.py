@@ -3,7 +3,9 @@
 import codecs
 import io
 import json
+import lzma
 import os
+import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import IO, cast
@@ -19,7 +21,16 @@ UNREADABLE = "unreadable file"
 TOO_LONG = "too long a line"
 NO_FIELD = "no such field"
 NOT_TEXT = "not a string"
-COMPRESSED = (".gz", ".bz2", ".zst")
+# First bytes of a compressed file -> the name of its compression.
+_MAGIC = (
+    (re.compile(rb"\x1f\x8b\x08"), "gzip"),
+    (re.compile(rb"BZh[1-9](1AY&SY|\x17\x72\x45\x38\x50\x90)"), "bz2"),
+    # A frame, or one that readers skip, which parallel compressors write first.
+    (re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"), "zstd"),
+    (re.compile(rb"\x04\x22\x4d\x18"), "lz4"),
+    (re.compile(rb"\xfd7zXZ\x00"), "xz"),
+    (re.compile(rb"PK\x03\x04"), "zip"),
+)
 
 
 Piece = tuple[str, bool]
@@ -104,10 +115,11 @@ class Lines:
     def _open(self) -> None:
         self.position = self.row = 0
         self._file = open_text(self._path)
+        self._is_compressed = compression_of(self._path) is not None
 
     def seek(self, offset: int) -> None:
         """Move to the byte `offset` of the text, or to its end if the text is shorter."""
-        if not self._path.endswith(COMPRESSED):
+        if not self._is_compressed:
             self.position = self._file.seek(offset)
         elif offset < self.position:
             self._open()
@@ -143,11 +155,27 @@ def open_text(path: str) -> IO[bytes]:
     """Open a text file, compressed or not, to read its uncompressed bytes."""
     if os.path.getsize(path) == 0:  # /proc reports size 0 for files that block or never end
         return io.BytesIO()
-    if not path.endswith(COMPRESSED):
+    compression = compression_of(path)
+    if compression is None:
         return open(path, "rb")
+    if compression == "zip":
+        raise Flaw(UNREADABLE, f"{path} is a zip archive; unpack it, and name the files in it")
+    if compression == "xz":
+        return lzma.open(path)
     import pyarrow as pa
 
-    return io.BufferedReader(cast(io.RawIOBase, pa.input_stream(path)), 2**20)
+    unpacked = pa.input_stream(path, compression=compression)
+    return io.BufferedReader(cast(io.RawIOBase, unpacked), 2**20)
+
+
+def compression_of(path: str) -> str | None:
+    """Return how a file is compressed, by its first bytes; None if it is not."""
+    with open(path, "rb") as file:
+        first = file.read(16)
+    for magic, name in _MAGIC:
+        if magic.match(first):
+            return name
+    return None
 
 
 def json_text(line: bytes, place: str, field: str) -> bytes:

@@ -18,6 +18,7 @@ from parallel3d.data.lines import (
     Flaw,
     Lines,
     Piece,
+    compression_of,
     json_text,
     open_text,
     pieces_of,
@@ -56,18 +57,51 @@ def column_texts(
                 f'{name} has no column "{field}"; {suggest_fields(file.names)}',
                 file.num_rows,
             )
-        kind = table.schema.field(field).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        column = table.column(field)
+        if not _holds_strings(column.type):
+            cast = ""
+            if any(map(str(_plain(column.type)).startswith, ("binary", "large_binary", "fixed_"))):
+                cast = "cast it to string if it is text, or "
             raise Flaw(
                 NOT_TEXT,
-                f'{name}: column "{field}" holds {kind}, not strings; set text_field to the column'
-                " that holds the text",
+                f'{name}: column "{field}" holds {column.type}, not strings; {cast}set text_field'
+                " to the column that holds the text",
                 file.num_rows,
             )
-        # As bytes, so that text that is not UTF-8 is reported with its row.
-        column = table.column(field).cast(pa.large_binary())
-        for row in _between(numbers, first + 1, first + len(column) + 1):
-            yield row, column[row - first - 1].as_py()
+        before = first
+        for chunk in column.chunks:
+            data = _as_bytes(chunk)
+            for row in _between(numbers, before + 1, before + len(data) + 1):
+                yield row, data[row - before - 1].as_py()
+            before += len(data)
+
+
+def _plain(kind: "pyarrow.DataType") -> "pyarrow.DataType":
+    """Return the type of the values of a column whose rows are indices or runs of them."""
+    import pyarrow as pa
+
+    while pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        kind = kind.value_type
+    return kind
+
+
+def _as_bytes(column: "pyarrow.Array") -> "pyarrow.Array":
+    """Return strings as bytes, so that text that is not UTF-8 is reported with its row."""
+    import pyarrow as pa
+    from pyarrow import compute
+
+    if pa.types.is_run_end_encoded(column.type):
+        return _as_bytes(compute.run_end_decode(column))
+    if pa.types.is_dictionary(column.type):
+        return _as_bytes(column.dictionary).take(column.indices)
+    return column.cast(pa.large_binary())
+
+
+def _holds_strings(kind: "pyarrow.DataType") -> bool:
+    import pyarrow as pa
+
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(is_kind(_plain(kind)) for is_kind in tests)
 
 
 class _Columns(NamedTuple):
@@ -83,6 +117,11 @@ def _of_parquet(
     """Yield batches of the column, each with the number of rows before it."""
     from pyarrow import parquet
 
+    if (compression := compression_of(path)) is not None:
+        raise Flaw(
+            UNREADABLE,
+            f"{path} is packed by {compression} as a whole; unpack it (parquet compresses columns)",
+        )
     first = 0
     with parquet.ParquetFile(path, memory_map=True) as file:
         columns = _Columns(file.schema_arrow.names, file.metadata.num_rows)

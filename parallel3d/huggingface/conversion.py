@@ -23,11 +23,11 @@ from parallel3d.checkpoint.chunks import memory_of, recycled
 from parallel3d.checkpoint.disk import remove_folder
 from parallel3d.config.pretrained import derive_model_block, read_config
 from parallel3d.data.sources import Progress, no_progress
+from parallel3d.huggingface.beside import GENERATION
 from parallel3d.huggingface.source import CheckpointSource, PublishedWeights
 from parallel3d.huggingface.weight_files import (
     CARD,
     CONFIG,
-    GENERATION,
     INDEX,
     SHARD_BYTES,
     About,
@@ -90,7 +90,10 @@ def read_back(
     - `stamps`: name in the folder -> stamp of the checkpoint's tensor after conversion.
     """
     settings = about.settings(layout)
-    other_checks = {"config.json and generation_config.json": _config(folder, about, settings)}
+    of_settings = "config.json and generation_config.json"
+    if about.beside.published:
+        of_settings += f", with the special ids and generation settings of {about.beside.published}"
+    other_checks = {of_settings: _config(folder, about, settings)}
     if about.tokenizer is not None:
         other_checks["tokenizer"] = _tokenizer(folder, about.tokenizer)
     of_tensors = (
@@ -195,11 +198,8 @@ def _config(folder: Path, about: About, settings: Any) -> Iterator[str]:
     for key in sorted(loaded_settings.keys() | expected.keys()):
         if key not in _NOT_COMPARED and loaded_settings.get(key) != expected.get(key):
             yield f"config.json: {key} is {loaded_settings.get(key)!r}, not {expected.get(key)!r}"
-    generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        token = getattr(generation, key)
-        if token != about.end_of_text:
-            yield f"generation_config.json: {key} is {token}, not {about.end_of_text}"
+    GenerationConfig.from_pretrained(folder, local_files_only=True)
+    yield from about.beside.differences(folder, loaded_settings)
 
 
 def _loading_differs(folder: Path, name: str) -> Iterator[str]:
@@ -223,6 +223,10 @@ def loaded(folder: Path, **options: Any) -> Any:
 def _tokenizer(folder: Path, original: Path) -> Iterator[str]:
     from transformers import AutoTokenizer
 
+    for path in tokenizer_files(original):
+        copy = folder / path.name
+        if not copy.is_file() or copy.read_bytes() != path.read_bytes():
+            yield f"tokenizer: {path.name} is not that of {original}"
     run_tokenizer = AutoTokenizer.from_pretrained(original, local_files_only=True)
     saved_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if run_tokenizer(SAMPLE).input_ids != saved_tokenizer(SAMPLE).input_ids:

@@ -13,6 +13,7 @@ from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import CompleteConfig
 from parallel3d.data.corpus import Corpus
 from parallel3d.engine import Engine, HeldParameter
+from parallel3d.huggingface.beside import beside_of, published_tokenizer
 from parallel3d.huggingface.weight_files import (
     SHARD_BYTES,
     About,
@@ -48,15 +49,19 @@ def save_weights(
     @_ending_the_run(directory)
     def end() -> None:
         line = line_after(run, config.num_steps)
+        end_of_text = corpus.end_of_text if corpus else None
         tokenizer = corpus.tokenizer_directory if corpus else None
         if (own := run / TOKENIZER).is_dir():  # a cache may be emptied
             tokenizer = own
+        if tokenizer is not None and not any(tokenizer.iterdir()):
+            tokenizer = None  # a corpus of token ids
         about = About(
             config,
             step=config.num_steps,
             tokens=line.get("tokens", config.num_steps * config.tokens_per_step),
-            end_of_text=corpus.end_of_text if corpus else None,
-            tokenizer=tokenizer,
+            end_of_text=end_of_text,
+            tokenizer=tokenizer or published_tokenizer(config),
+            beside=beside_of(config, tokenizer, end_of_text),
             line=line,
         )
         missing = layout.places.keys() - set(chain.from_iterable(written))

@@ -35,6 +35,7 @@ from parallel3d.config import RunConfig
 from parallel3d.config.pretrained import weight_files
 from parallel3d.data.sources import Progress, no_progress
 from parallel3d.data.tokenizer import load_tokenizer
+from parallel3d.huggingface.beside import beside_of, published_tokenizer
 from parallel3d.huggingface.weight_files import About, line_after, tokenizer_files
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import named_params, tied_names
@@ -172,12 +173,14 @@ class CheckpointSource:
         end = data.end_of_text_id
         if end is None and tokenizer is not None:
             end = load_tokenizer(tokenizer).eos_token_id
+        beside = beside_of(self.config, tokenizer, end)
         return About(
             self.config,
             step=self.state["step"],
             tokens=self.state["tokens"],
             end_of_text=end,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer or published_tokenizer(self.config),
+            beside=beside,
             line=line_after(self.folder.absolute().parent.parent, self.state["step"]),
             architecture=architecture,
         )

@@ -30,6 +30,7 @@ from parallel3d.checkpoint.chunks import empty, header_bytes, memory_of
 from parallel3d.checkpoint.disk import remove_folder
 from parallel3d.config import RunConfig
 from parallel3d.data.tokenizer import TOKENIZER_SUFFIXES
+from parallel3d.huggingface.beside import GENERATION, Beside, fill_in
 from parallel3d.mesh.nodes import wait_until
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import ParamSpec, named_params
@@ -265,7 +266,6 @@ def publish(folder: Path, name: Path) -> None:
 
 
 CONFIG = "config.json"
-GENERATION = "generation_config.json"
 CARD = "README.md"
 _LIBRARIES = "parallel3d", "torch", "deepspeed", "transformers"
 # JSON files of a model, which may be in the same folder as a tokenizer.
@@ -287,6 +287,8 @@ class About:
     """The line of metrics.jsonl for `step`."""
     architecture: str | None = None
     """Name of the transformers class to use; None for the default of the model family."""
+    beside: Beside = field(default_factory=Beside)
+    """Special ids and generation settings."""
 
     def settings(self, layout: WeightFiles) -> Any:
         """Return the transformers config of the model; None if transformers has no class for it.
@@ -299,6 +301,7 @@ class About:
         assert family is not None
         settings = family.architecture(self.config.model, self.end_of_text, self.architecture)
         settings.dtype = str(layout.dtype).removeprefix("torch.")
+        fill_in(settings, self.beside)
         return settings
 
 
@@ -306,13 +309,8 @@ def write_rest(folder: Path, about: About, layout: WeightFiles) -> None:
     """Write all files except the weights into a folder. Raises OSError."""
     settings = about.settings(layout)
     if settings is not None:
-        from transformers import GenerationConfig
-
         settings.save_pretrained(folder)
-        end = about.end_of_text
-        GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end).save_pretrained(
-            folder
-        )
+        about.beside.write(folder)
     for path in tokenizer_files(about.tokenizer):
         shutil.copyfile(path, folder / path.name)
     (folder / CARD).write_text(mask(_card(about, layout, settings)), encoding="utf-8")

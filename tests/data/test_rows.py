@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import lzma
 import os
 
 import numpy as np
@@ -10,10 +11,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow import parquet
+from pyarrow import compute, parquet
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.rows import FileReader
+from parallel3d.data.rows import FileReader, column_texts
 from tests.data.documents import READ, names_of, read_source, texts_at, texts_of
 
 pytestmark = pytest.mark.gloo
@@ -34,6 +35,13 @@ def json_lines(texts, field="text"):
 
 def zstd(data):
     return pa.compress(data, codec="zstd", asbytes=True)
+
+
+def lz4(data):
+    packed = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(packed, "lz4") as stream:
+        stream.write(data)
+    return packed.getvalue().to_pybytes()
 
 
 PACKED = {
@@ -67,6 +75,95 @@ def test_parquet_rows_are_read(tmp_path, group):
     assert texts_of(documents) == AWKWARD
     assert documents.name(4) == f"{path}, row 5"
     assert texts_at(documents, [0, 3, 8]) == [AWKWARD[i] for i in (0, 3, 8)]
+
+
+STRINGS = {
+    "string": pa.string(),
+    "large": pa.large_string(),
+    "view": pa.string_view(),
+    "category": pa.dictionary(pa.int32(), pa.string()),
+    "small category": pa.dictionary(pa.int8(), pa.large_string()),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["column", "struct"])
+@pytest.mark.parametrize("name", STRINGS)
+def test_every_kind_of_string_is_read(tmp_path, name, inside):
+    array = pa.array(AWKWARD).cast(pa.string())
+    kind = STRINGS[name]
+    if pa.types.is_dictionary(kind):
+        array = array.dictionary_encode()
+    column = array.cast(kind)
+    field = "text"
+    if inside and name != "view":  # pyarrow cannot write such structs
+        column = pa.StructArray.from_arrays([column], names=["text"])
+        field = "meta.text"
+    table = pa.table({field.partition(".")[0]: column})
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(table, path, row_group_size=4)
+    assert texts_of(read_source("parquet", [path], text_field=field)) == AWKWARD
+
+
+def test_runs_of_strings_are_read_from_arrow(tmp_path):
+    """Parquet has no such type, and `datasets` caches Arrow streams."""
+    runs = compute.run_end_encode(pa.array(["a", "a", "b"]))
+    path = tmp_path / "rows.arrow"
+    table = pa.table({"text": runs})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    rows = column_texts(str(path), "x", "text", False, range(1, 9))
+    assert [text for _, text in rows] == [b"a", b"a", b"b"]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(2)], ids=str
+)
+def test_binary_column_is_refused_with_its_remedy(tmp_path, kind):
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table({"text": pa.array([b"ab", b"cd"], kind)}), path)
+    with pytest.raises(DataError, match=r'column "text" holds .*binary.*cast it to string if'):
+        read_source("parquet", [path])
+
+
+@pytest.mark.parametrize(
+    "values", [[1, 2], [[1], [2]], [1.5, 2.5], pa.array([1, 2]).dictionary_encode()], ids=str
+)
+def test_column_of_another_type_is_refused(tmp_path, values):
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table({"text": values}), path)
+    with pytest.raises(DataError, match=r'column "text" holds .*, not strings; set text_field'):
+        read_source("parquet", [path])
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows", "rows.jsonl.gz", "rows.jsonl.xz"])
+@pytest.mark.parametrize("pack", ["none", "gzip", "bz2", "zstd", "lz4", "xz"])
+def test_compression_is_known_by_the_first_bytes(tmp_path, name, pack):
+    packers = {
+        "none": bytes,
+        "gzip": gzip.compress,
+        "bz2": bz2.compress,
+        "zstd": zstd,
+        "lz4": lz4,
+        "xz": lzma.compress,
+    }
+    (tmp_path / name).write_bytes(packers[pack](json_lines(AWKWARD)))
+    documents = read_source("jsonl", [tmp_path / name])
+    assert texts_of(documents) == AWKWARD
+    assert texts_at(documents, [0, 3, 4, 8]) == [AWKWARD[i] for i in (0, 3, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "message"),
+    [
+        ("jsonl", b"PK\x03\x04" + bytes(40), "is a zip archive; unpack it"),
+        ("text", b"PK\x03\x04" + bytes(40), "is a zip archive; unpack it"),
+        ("parquet", gzip.compress(b"PAR1"), "is packed by gzip as a whole; unpack it"),
+    ],
+)
+def test_archive_is_refused_with_its_remedy(tmp_path, source, content, message):
+    (tmp_path / "rows").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_source(source, [tmp_path / "rows"])
 
 
 def test_rows_without_text_are_skipped(tmp_path):
