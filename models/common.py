@@ -36,13 +36,18 @@ class Pretrained(Section):
     """The commit on the hub; null for a folder."""
 
 
-class ModelSection(Section):
-    """The settings of every family that can be imported."""
+class ImportedSection(Section):
+    """The settings of every family whose weights can be imported."""
 
     from_pretrained: Pretrained | str | None = None
     """The model whose weights training starts from: a transformers folder (config.json and
     safetensors), or a name on the Hugging Face hub ("owner/name", "owner/name@revision"). The sizes
     in this block then come from its config.json and may be omitted. A block: the resolved model."""
+
+
+class ModelSection(ImportedSection):
+    """The settings of every family that states its own sizes."""
+
     parametrization: Parametrization = Parametrization()
     """How initial sizes, multipliers and rates follow the model's width."""
     hidden_size: Positive
@@ -57,7 +62,7 @@ class ModelSection(Section):
 
 def pretrained_of(config: ModelConfig) -> Pretrained | str | None:
     """Return `from_pretrained`; None, too, if the family cannot be imported."""
-    return config.from_pretrained if isinstance(config, ModelSection) else None
+    return config.from_pretrained if isinstance(config, ImportedSection) else None
 
 
 def divisor_below(number: int, limit: int) -> int:

@@ -94,7 +94,7 @@ class Case:
                 "weights": self.weights,
                 "activation_checkpointing": self.checkpointing,
             },
-            "model": GPT | {"tie_word_embeddings": self.tied} | self.model,
+            "model": self._model(),
             "data": {"sequence_length": 16, "tokenizer": "somebody's"},
             "train": {"steps": self.steps},
         }
@@ -115,6 +115,11 @@ class Case:
             section[name] = value
         return RunConfig.from_dict(raw).resolve(self.world_size).completed()
 
+    def _model(self):
+        if self.model.get("family") == "transformers":
+            return self.model
+        return GPT | {"tie_word_embeddings": self.tied} | self.model
+
     def _zero(self):
         zero = {"stage": self.zero_stage} | ({} if self.thresholds else NO_THRESHOLDS)
         for kind in self.offload.split("+"):
@@ -131,7 +136,9 @@ class Case:
         config = self.config
         kept = config.model, config.optimizer, config.data
         numbers = config.global_batch_size, config.train.steps, config.gradient_clipping
-        key = json.dumps([*(section.model_dump(mode="json") for section in kept), numbers])
+        key = json.dumps(
+            [*(section.model_dump(mode="json") for section in kept), numbers, self.precision]
+        )
         if key not in _REFERENCES:
             torch.set_num_threads(1)
             folder = mkdtemp()

@@ -65,7 +65,7 @@ ROOMS = [
 # Nobody packs code to stay below a number, or lowers one to what stands.
 BUDGET = {
     "launch": 6_200,
-    "models": 15_300,
+    "models": 27_000,
     "parallel3d/base": 6_800,
     "parallel3d/checkpoint": 10_000,
     "parallel3d/config": 13_500,
@@ -83,7 +83,7 @@ BUDGET = {
     "parallel3d/pipeline": 3_400,
     "parallel3d/plan": 23_500,
     "parallel3d/schedule": 6_800,
-    "parallel3d/tensor": 12_100,
+    "parallel3d/tensor": 12_900,
     "parallel3d/train": 19_900,
     "parallel3d/verify": 11_200,
     "tests": 293_000,
@@ -105,7 +105,7 @@ def module_of(path: Path) -> str:
 def room_of(path: Path) -> str:
     """Its folder; a family's spec is on another floor than its blocks."""
     if path.match("models/*/*.py"):
-        is_low = path.name in ("spec.py", "pretrained.py", "__init__.py")
+        is_low = path.name in ("spec.py", "pretrained.py", "facts.py", "__init__.py")
         return "models/*/spec.py" if is_low else "models/*"
     if path == Path("models/blocks.py"):
         return "models/*"

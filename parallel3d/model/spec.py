@@ -50,6 +50,9 @@ class ParamSpec:
     partial: bool = False
     """True if the parameter is not cut, but each rank has part of the gradient (norm of its
     heads)."""
+    whole: bool = False
+    """True if each rank computes with all tokens, also under sequence parallelism, so that each has
+    the whole gradient."""
     role: Role | None = None
     """The parameter's function, by which a parametrisation sets its rates."""
     folded: tuple[float, ...] = ()
@@ -84,6 +87,8 @@ class ParamSpec:
         """
         if sizes["tensor"] == 1 or "tensor" not in self.replicated_over(sizes):
             return False
+        if self.whole:
+            return self.partial or "tensor" in self.cut_over
         return sequence_parallel or self.partial or "tensor" in self.cut_over
 
     @property

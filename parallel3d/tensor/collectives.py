@@ -241,3 +241,47 @@ def mean_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         return x
     own = x.detach()
     return x + (all_reduce(own, group) / group.size() - own)
+
+
+def all_features(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the ranks' features: [..., size / tp] -> [..., size]; backward takes its own part."""
+    if group.size() == 1:
+        return x
+    return Conjugate.apply(x, partial(_gathered, group=group), partial(_part, group=group))
+
+
+def own_features(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Take this rank's features: [..., size] -> [..., size / tp]; backward gathers."""
+    if group.size() == 1:
+        return x
+    return Conjugate.apply(x, partial(_part, group=group), partial(_gathered, group=group))
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, -1)
+
+
+def _part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return sequence_part(x, group, -1).contiguous()
+
+
+def all_tokens(x: Tensor, context: LayerContext) -> Tensor:
+    """Gather a sequence that each rank then computes with as a whole; backward takes its part."""
+    if not context.sequence_parallel or context.group.size() == 1:
+        return x
+    group = context.group
+    gather = partial(all_gather_sequence, group=group)
+    return Conjugate.apply(x, gather, lambda grad: sequence_part(grad, group, -2).contiguous())
+
+
+def own_tokens(x: Tensor, context: LayerContext) -> Tensor:
+    """Take this rank's part of a sequence that each rank has as a whole; backward gathers."""
+    if not context.sequence_parallel or context.group.size() == 1:
+        return x
+    group = context.group
+    gather = partial(all_gather_sequence, group=group)
+    return Conjugate.apply(x, lambda x: sequence_part(x, group, -2).contiguous(), gather)

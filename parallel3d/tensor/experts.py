@@ -98,21 +98,21 @@ class Experts(CutModule):
         k = chosen.shape[1]
         # Stable, so that a sum over an expert's tokens has one order on every mesh.
         order = chosen.flatten().sort(stable=True).indices  # [tokens * k]
-        place = _inverse(order)  # where each row goes
+        place = inverse(order)  # where each row goes
         ends = counts.cumsum(0)
         if self.capacity is not None and self.training:
             first = (ends - counts).index_select(0, chosen.flatten())
             weights = weights * (place - first < self.limit(len(order))).view_as(weights)
         ends = ends.to(torch.int32)
-        rows = _dispatch(x, order, place, k)  # [tokens * k, size]
+        rows = dispatch(x, order, place, k)  # [tokens * k, size]
         weights = weights.flatten().index_select(0, order).unsqueeze(-1).to(rows.dtype)
         if self.owners is None:
-            inner = self.swiglu(_grouped_linear(rows, self.gate_up, ends))  # [rows, inner / tp]
-            rows = _grouped_linear(inner * weights, self.down, ends)
+            inner = self.swiglu(grouped_linear(rows, self.gate_up, ends))  # [rows, inner / tp]
+            rows = grouped_linear(inner * weights, self.down, ends)
             meanwhile()
         else:
             rows = self._sent_to_owners(rows, counts, self.owners, meanwhile) * weights
-        return _combine(rows, order, place, k)  # [tokens, size]
+        return combine(rows, order, place, k)  # [tokens, size]
 
     @graph_break("exchanges whose sizes are known at run time")
     def _sent_to_owners(
@@ -131,11 +131,11 @@ class Experts(CutModule):
         experts = torch.arange(counts.shape[1], device=rows.device).repeat(owners.size())
         experts = experts.repeat_interleave(received.flatten(), output_size=len(rows))
         order = experts.sort(stable=True).indices  # by expert, and each one's rows by their rank
-        place = _inverse(order)
+        place = inverse(order)
         ends = received.sum(0).cumsum(0).to(torch.int32)
         # Not compiled: the number of rows changes.
-        inner = swiglu(_grouped_linear(_dispatch(rows, order, place, 1), self.gate_up, ends))
-        rows = _combine(_grouped_linear(inner, self.down, ends), order, place, 1)
+        inner = swiglu(grouped_linear(dispatch(rows, order, place, 1), self.gate_up, ends))
+        rows = combine(grouped_linear(inner, self.down, ends), order, place, 1)
         rows, exchange = _start_exchange(rows, sent_rows, received_rows, owners)
         exchange.wait()
         return rows
@@ -177,7 +177,7 @@ def _start_exchange(
     return Conjugate.apply(rows, send, lambda grad: back(grad).wait()), started[0]
 
 
-def _inverse(order: Tensor) -> Tensor:
+def inverse(order: Tensor) -> Tensor:
     """Return the inverse of a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
@@ -194,7 +194,7 @@ def _gather(rows: Tensor, place: Tensor, k: int) -> Tensor:
     return F.embedding_bag(place.view(-1, k), rows, mode="sum")  # one pass, in the order of k
 
 
-def _dispatch(x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+def dispatch(x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
     """Return each token k times, in order; the gradient adds in a fixed order, unlike torch's.
 
     | pass | result | collective |
@@ -207,7 +207,7 @@ def _dispatch(x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
     )
 
 
-def _combine(rows: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+def combine(rows: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
     """Return the sum of each token's k rows.
 
     | pass | result | collective |
@@ -224,7 +224,7 @@ def _combine(rows: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
 
 
 @graph_break("products whose sizes are known at run time")
-def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows [rows, in] by their experts' weights [experts, ..., out, in] -> [rows, out]."""
     return Product.apply(
         x,

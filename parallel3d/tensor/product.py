@@ -92,6 +92,23 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tenso
     )
 
 
+def linear_of_rows(x: Tensor, weight: Tensor, rows: slice) -> Tensor:
+    """Multiply x [..., in] by some rows of a weight [out, in] -> [..., rows]."""
+
+    def to_weight(grad: Tensor, x: Tensor) -> Tensor:
+        whole = torch.zeros_like(weight)
+        whole[rows] = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        return whole
+
+    return Product.apply(
+        x,
+        weight,
+        lambda x, weight: x @ weight[rows].t(),
+        lambda grad, weight: grad @ weight[rows],
+        to_weight,
+    )
+
+
 Rows = tuple[int, int] | None  # the rows [start, stop) of a weight that are used; None: all
 
 

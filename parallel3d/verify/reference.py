@@ -348,7 +348,7 @@ def load_model(
         family.to_huggingface(config.model, weights), strict=False
     )
     tied = set(getattr(model, "all_tied_weights_keys", {}))
-    assert not unexpected and set(missing) <= tied, (missing, unexpected)
+    assert not unexpected and set(missing) <= tied | buffers.keys(), (missing, unexpected)
     try:
         definitions.multiply(model, config.model, head_size_of(config.model))
     except ValueError as error:
@@ -368,7 +368,9 @@ def train_model(
     rows: int | None = None,
 ) -> Reference:
     """Train a model of transformers in plain PyTorch and save its weights under our names."""
-    start = definitions.start_error(model, config.model)
+    # A family that runs transformers' own modules has their first weights and their rotations.
+    is_own = not getattr(family, "RUNS_TRANSFORMERS", False)
+    start = definitions.start_error(model, config.model) if is_own else 0.0
     named = dict(model.named_parameters())
     masters = named
     if config.precision in HALF:
@@ -404,7 +406,7 @@ def train_model(
         evaluation = sum(part.item() for part in _parts_of_loss(model, course.evaluated, rows))
     turns = None
     for module in model.modules():
-        if hasattr(module, "inv_freq"):
+        if is_own and hasattr(module, "inv_freq"):
             positions = torch.arange(course.evaluated[0].shape[1])
             turns = torch.cat(module(torch.zeros(1), positions.unsqueeze(0)))
     return Reference(

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel3d.mesh.device import device_variables, set_allocator, set_numerics
-from parallel3d.models import families
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
+from tests.models.families import WRITTEN
 
 pytestmark = pytest.mark.gloo
 
@@ -88,7 +88,7 @@ def deterministic_step(rank, case):
     return ran.names
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", WRITTEN)
 def test_no_operator_of_a_step_is_refused_when_deterministic(family):
     """What a CPU runs, CUDA must not refuse in the middle of a run."""
     refused = refused_when_deterministic()

@@ -17,7 +17,7 @@ from tests.contexts import layer_context
 from tests.counting import Counting
 from tests.models.cost_cases import MESHES, SHAPE, SIZES, Case
 from tests.models.costs import measure_cases
-from tests.models.families import small
+from tests.models.families import WRITTEN, small
 from tests.models.test_layer_cost_of_torch import products, traffic, wrong
 
 pytestmark = pytest.mark.gloo
@@ -98,7 +98,7 @@ def measured_in_parts(rank, at_once, *cases):
     ("meshes", "families"),
     [
         pytest.param([(2, True)], ["gpt"], id="one"),
-        pytest.param(MESHES, models.families(), id="all", marks=pytest.mark.slow),
+        pytest.param(MESHES, WRITTEN, id="all", marks=pytest.mark.slow),
     ],
 )
 def test_head_in_parts_needs_the_predicted_memory(monkeypatch, meshes, families):

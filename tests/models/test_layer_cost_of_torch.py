@@ -7,16 +7,16 @@ from dataclasses import fields, is_dataclass, replace
 
 import pytest
 
-from parallel3d import models
 from parallel3d.model import recompute
 from parallel3d.model.module_cost import RMS_NORM
 from parallel3d.model.spec import Attention, KeptMemory, Work
 from parallel3d.verify.local_ranks import run_locally
 from tests.models.costs import measure
+from tests.models.families import WRITTEN
 
 pytestmark = pytest.mark.gloo
 
-FULL = [pytest.param((name, True), id=f"{name}-full") for name in models.families()]
+FULL = [pytest.param((name, True), id=f"{name}-full") for name in WRITTEN]
 # Of the elements that operators move: those of row numbers in a look-up and the passes of a loss
 # over its logits are not counted one by one.
 TRAFFIC = {"first": 0.3, "middle": 0.1, "last": 0.3}
@@ -25,7 +25,7 @@ TRAFFIC = {"first": 0.3, "middle": 0.1, "last": 0.3}
 @pytest.fixture(
     scope="module",
     params=[
-        *(pytest.param((name, False), id=name) for name in models.families()),
+        *(pytest.param((name, False), id=name) for name in WRITTEN),
         *(pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for p in FULL),
     ],
 )

@@ -17,6 +17,7 @@ from parallel3d.verify.reference import in_our_names, isolation
 from tests.models.families import (
     ALL,
     EVERY_FAMILY,
+    WRITTEN,
     Logits,
     batch_of,
     build,
@@ -150,9 +151,9 @@ OTHERS = (
 
 
 def few(name):
-    if name in models.families():
+    if name in WRITTEN:
         return FEW
-    turn = [n for n in VARIANTS if n not in models.families()].index(name) % 2
+    turn = [n for n in VARIANTS if n not in WRITTEN].index(name) % 2
     return FEW[turn : turn + 1]
 
 
@@ -240,12 +241,12 @@ def moved(config, tp, sequence_parallel):
 @lru_cache
 def moved_in_all():
     """Family -> how far each of its tokens moves, for each rank: one start of ranks."""
-    jobs = [(small(family), 4, True) for family in models.families()]
-    return dict(zip(models.families(), on_ranks(moved, jobs), strict=True))
+    jobs = [(small(family), 4, True) for family in WRITTEN]
+    return dict(zip(WRITTEN, on_ranks(moved, jobs), strict=True))
 
 
 @pytest.mark.slow  # by default documents are isolated as by transformers, which is compared above
-@pytest.mark.parametrize("family", models.families())
+@pytest.mark.parametrize("family", WRITTEN)
 def test_change_of_a_document_affects_no_other(family):
     for per_rank in moved_in_all()[family]:
         for document, change in enumerate(per_rank):

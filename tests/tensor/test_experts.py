@@ -10,7 +10,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.traffic import Traffic
 from parallel3d.tensor import experts as experts_module
 from parallel3d.tensor.cut import cut_of
-from parallel3d.tensor.experts import Experts, _grouped_linear, grouped_product
+from parallel3d.tensor.experts import Experts, grouped_linear, grouped_product
 from parallel3d.verify.local_ranks import run_locally
 from tests.contexts import layer_context
 from tests.models.test_layer_memory import release
@@ -35,7 +35,7 @@ def test_grouped_products_equal_those_of_a_loop(width, dtype):
     torch.manual_seed(0)
     x = torch.randn(8, width, dtype=dtype, requires_grad=True)
     weight = torch.randn(4, 2, width, width, dtype=dtype, requires_grad=True)
-    y = _grouped_linear(x, weight, ENDS)
+    y = grouped_linear(x, weight, ENDS)
     gradient = torch.randn_like(y)
     y.backward(gradient)
     rows = x.detach().split(COUNTS)

@@ -1,0 +1,176 @@
+"""Finds out what a model of transformers consists of, on the meta device.
+
+As a command it reads the fields of a config.json and prints the facts as JSON (`facts`).
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+from transformers import CONFIG_MAPPING
+
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.section import nearest
+from parallel3d.model.spec import CutOver, Init, ParamSpec
+from parallel3d.models.transformers.facts import Facts, Sizes, Unsupported, answer
+from parallel3d.models.transformers.initial_values import recorded
+from parallel3d.models.transformers.regions import ROW, LayerPlan, Place
+from parallel3d.models.transformers.skeleton import Skeleton
+from parallel3d.models.transformers.spec import Config
+
+# Fields of every config.json that are no setting of the architecture.
+_GENERAL = (
+    "model_type",
+    "architectures",
+    "transformers_version",
+    "torch_dtype",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+)
+
+
+def settings_of(config: str) -> Any:
+    """Return the transformers config of some fields as JSON; raises Unsupported."""
+    fields = json.loads(config)
+    kind = str(fields.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise Unsupported(f'has the model_type "{kind}", which transformers does not know')
+    chosen = CONFIG_MAPPING[kind]
+    known = {*chosen().to_dict(), *chosen.attribute_map, *_GENERAL}
+    for name in fields:
+        if name not in known and not name.startswith("_"):
+            raise Unsupported(f"has the field {name}, which is unknown; {nearest(name, known)}")
+    own = {name: value for name, value in fields.items() if name not in ("model_type",)}
+    try:
+        settings = chosen(**own)
+    # Broad: each class checks its fields in its own way.
+    except Exception as error:
+        raise Unsupported(f"is refused by {chosen.__name__}: {error}") from None
+    settings.use_cache = False
+    with suppress(TypeError, ValueError):  # in pretraining every token counts
+        settings.pad_token_id = None
+    return settings
+
+
+@lru_cache(maxsize=8)
+def skeleton_from(config: str) -> Skeleton:
+    """Return the skeleton of a model from the fields of its config.json."""
+    return Skeleton(settings_of(config))
+
+
+def skeleton_of(config: Config) -> Skeleton:
+    """Return the skeleton of a model's config."""
+    return skeleton_from(config.json_of_model)
+
+
+def find(config: str) -> Facts:
+    """Return the facts of a model from the fields of its config.json; raises Unsupported."""
+    skeleton = skeleton_from(config)
+    try:
+        inits = recorded(skeleton.model)
+    except ConfigError as error:
+        raise Unsupported(str(error)) from None
+    prefix = f"{skeleton.prefix}." if skeleton.prefix else ""
+    embedding = []
+    for child in skeleton.watched.before:
+        for name, parameter in getattr(skeleton.base, child).named_parameters():
+            place = Place(tuple(parameter.shape), whole=True)
+            own = f"{child}.{name}"
+            if child == skeleton.token:
+                place = Place(tuple(parameter.shape), 0)
+                own = f"{child}.table.{name}"
+            embedding.append(_spec(own, parameter, place, inits[f"{prefix}{child}.{name}"]))
+    blocks = []
+    for number, layer in enumerate(skeleton.layers):
+        plan = LayerPlan(skeleton, number)
+        specs = []
+        for name, parameter in layer.named_parameters():
+            init = inits[f"{prefix}{skeleton.list}.{number}.{name}"]
+            specs.append(_spec(f"layer.{name}", parameter, plan.place(name), init))
+        blocks.append(tuple(specs))
+    head = []
+    for child in skeleton.watched.after:
+        for name, parameter in getattr(skeleton.base, child).named_parameters():
+            place = Place(tuple(parameter.shape))
+            own = f"tail.{child}.{name}"
+            head.append(_spec(own, parameter, place, inits[f"{prefix}{child}.{name}"]))
+    table = f"{prefix}{skeleton.token}.weight"
+    for name, parameter in skeleton.model.get_output_embeddings().named_parameters():
+        init = inits.get(f"{skeleton.output}.{name}") or inits[table]
+        head.append(_spec(f"output.{name}", parameter, Place(tuple(parameter.shape), 0), init))
+    tied: tuple[tuple[str, str], ...] = ()
+    if skeleton.is_tied:
+        tied = (("output.weight", f"embedding.{skeleton.token}.table.weight"),)
+    return Facts(
+        sizes=_sizes(skeleton),
+        embedding=tuple(embedding),
+        blocks=tuple(blocks),
+        head=tuple(head),
+        tied=tied,
+        cut=_share_cut(spec for block in blocks for spec in block),
+        isolates=skeleton.has_interface,
+    )
+
+
+def _spec(name: str, like: nn.Parameter, place: Place, init: Init) -> ParamSpec:
+    cut: CutOver = ()
+    if place.dim is not None:
+        cut = (*[None] * place.dim, "tensor")
+    decays = like.dim() > 1  # matrices, and experts'
+    return ParamSpec(
+        name,
+        place.shape,
+        cut,
+        init,
+        decays,
+        units=place.units,
+        partial=place.partial,
+        whole=place.whole,
+    )
+
+
+def _share_cut(specs: Iterator[ParamSpec]) -> float:
+    total = 0
+    cut = 0
+    for spec in specs:
+        total += spec.numel
+        if spec.cut_over:
+            cut += spec.numel
+    return cut / total
+
+
+def _sizes(skeleton: Skeleton) -> Sizes:
+    settings = skeleton.settings
+    calls = list(skeleton.watched.calls.values())
+    heads = settings.num_attention_heads
+    hidden = settings.hidden_size
+    return Sizes(
+        hidden_size=hidden,
+        num_hidden_layers=settings.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=min((call.kv_heads for call in calls), default=heads),
+        head_size=calls[0].key_size if calls else hidden // heads,
+        inner_size=_inner_size(skeleton),
+        max_position_embeddings=getattr(settings, "max_position_embeddings", None) or 2**31,
+        initializer_range=getattr(settings, "initializer_range", None) or 0.02,
+    )
+
+
+def _inner_size(skeleton: Skeleton) -> int:
+    """Return the widest dim that a row-parallel layer sums over, or 4 x hidden."""
+    widths = [0]
+    plan = LayerPlan(skeleton, 0)
+    for name, module in skeleton.layers[0].named_modules():
+        is_in_region = name.rpartition(".")[0] in plan.regions
+        if isinstance(module, nn.Linear) and is_in_region and plan.style(name) == ROW:
+            widths.append(module.in_features)
+    return max(widths) or 4 * int(skeleton.settings.hidden_size)
+
+
+if __name__ == "__main__":
+    print(answer(sys.stdin.read()))

@@ -1,0 +1,84 @@
+"""The library's grouped products behind the experts interface of transformers."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from parallel3d.models.transformers import attention
+from parallel3d.models.transformers.facts import Unsupported
+from parallel3d.tensor.collectives import copy_to_group, reduce_from_group
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.experts import combine, dispatch, grouped_linear, inverse
+
+
+def register(name: str) -> None:
+    """Let modules whose implementation has this name compute their experts by `compute`."""
+    ALL_EXPERTS_FUNCTIONS.register(name, compute)
+
+
+def compute(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each token's experts, [tokens, size], or this rank's part of it.
+
+    - `experts`: a module of transformers with packed weights (`use_experts_implementation`).
+    - `x` [tokens, size]; `chosen`, `weights` [tokens, k]: each token's experts and their weights.
+    """
+    if attention.is_recording():
+        touched: Tensor = sum((p.sum() for p in experts.parameters()), weights.sum())
+        return x + touched
+    k = chosen.shape[1]
+    order = chosen.flatten().sort(stable=True).indices  # [tokens * k]
+    place = inverse(order)
+    counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=x.device)
+    counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+    ends = counts.cumsum(0).to(torch.int32)
+    expert = chosen.flatten().index_select(0, order)  # each row's
+    rows = dispatch(x, order, place, k)  # [tokens * k, size]
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    inner = _product(experts, up, rows, ends, expert)
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    y = _product(experts, "down_proj", inner, ends, expert)
+    if experts.has_post_expert_norm:
+        y = experts.post_expert_norm(y)
+    weights = weights.flatten().index_select(0, order).unsqueeze(-1)
+    return combine((y * weights).to(x.dtype), order, place, k)
+
+
+def _product(experts: Any, name: str, rows: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
+    """Multiply rows [rows, in], sorted by expert, by the weights `name` of their experts."""
+    weight = getattr(experts, name)
+    if experts.is_transposed:
+        weight = weight.mT.contiguous()
+    y = grouped_linear(rows, weight, ends)
+    if not experts.has_bias:
+        return y
+    bias: Tensor = getattr(experts, f"{name}_bias")
+    bias = bias.flatten(1).index_select(0, expert)
+    if name == "down_proj":  # the ranks' parts are summed
+        bias = bias / getattr(experts, "parallel3d_parts", 1)
+    return y + bias
+
+
+def cut(experts: nn.Module, context: LayerContext) -> None:
+    """Let a module whose experts' inner width is cut begin and end with collectives."""
+    if getattr(experts, "has_post_expert_norm", False):
+        raise Unsupported("norms what each expert returns, so experts cannot be cut")
+    experts.parallel3d_parts = context.group.size()  # type: ignore[assignment]
+    experts.register_forward_pre_hook(partial(_enter, context), with_kwargs=True)
+    experts.register_forward_hook(partial(_leave, context))
+
+
+def _enter(context: LayerContext, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Begin to compute parts: of tokens and of their weights, which have gradients both."""
+
+    def entered(value: Any) -> Any:
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        return copy_to_group(value, context) if is_float else value
+
+    return tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
+
+
+def _leave(context: LayerContext, _: nn.Module, args: object, output: Tensor) -> Tensor:
+    return reduce_from_group(output.contiguous(), context)

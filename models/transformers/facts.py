@@ -1,0 +1,158 @@
+"""The parts of a model of transformers as data that needs no torch (floor 0).
+
+They come from the architecture's own modules on the meta device (`anatomy`). A process that has
+loaded torch finds them itself; another one asks a process that it starts, once for each config:
+the answer is kept in a file.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from parallel3d.base.atomic import replace_text
+from parallel3d.base.lock import Lock
+from parallel3d.model.spec import Init, ParamSpec
+
+FORM = 1
+"""The number of this form of the facts; a file of another form is written anew."""
+_ANATOMY = "parallel3d.models.transformers.anatomy"
+
+
+class Unsupported(ValueError):
+    """A model of transformers that cannot be trained in stages; the text says why."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model that the library's checks and its planner read."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_size: int
+    inner_size: int
+    max_position_embeddings: int
+    initializer_range: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The layers of a model and their parameters.
+
+    - `embedding`, `blocks`, `head`: the parameters of each layer.
+    - `tied`: the name of the output projection's parameter and that of the embedding's table, if
+      they are one.
+    - `cut`: the share of the layers' parameters that tensor parallelism cuts.
+    - `isolates`: attention can stay within documents, and share a sample among ranks.
+    """
+
+    sizes: Sizes
+    embedding: tuple[ParamSpec, ...]
+    blocks: tuple[tuple[ParamSpec, ...], ...]
+    head: tuple[ParamSpec, ...]
+    tied: tuple[tuple[str, str], ...]
+    cut: float
+    isolates: bool
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> "Facts":
+        """Return the facts of a JSON object that `asdict` has made."""
+        return cls(
+            sizes=Sizes(**found["sizes"]),
+            embedding=_params(found["embedding"]),
+            blocks=tuple(_params(block) for block in found["blocks"]),
+            head=_params(found["head"]),
+            tied=tuple((copy, original) for copy, original in found["tied"]),
+            cut=found["cut"],
+            isolates=found["isolates"],
+        )
+
+
+def _params(found: list[dict[str, Any]]) -> tuple[ParamSpec, ...]:
+    specs = []
+    for fields in found:
+        specs.append(
+            ParamSpec(
+                **fields
+                | {
+                    "shape": tuple(fields["shape"]),
+                    "cut_over": tuple(fields["cut_over"]),
+                    "folded": tuple(fields["folded"]),
+                    "init": _init(fields["init"]),
+                }
+            )
+        )
+    return tuple(specs)
+
+
+def _init(fields: dict[str, Any]) -> Init:
+    lists = {name: tuple(x) for name, x in fields.items() if isinstance(x, list)}
+    return Init(**fields | lists)
+
+
+@lru_cache(maxsize=64)
+def facts_of(config: str) -> Facts:
+    """Return the facts of a model; raises Unsupported.
+
+    - `config`: the fields of its config.json, as JSON with sorted keys.
+    """
+    if "torch" in sys.modules:
+        facts: Facts = import_module(_ANATOMY).find(config)
+        return facts
+    found = json.loads(_asked(config))
+    if "unsupported" in found:
+        raise Unsupported(found["unsupported"])
+    return Facts.of(found)
+
+
+def answer(config: str) -> str:
+    """Return the facts of a model, or why it is not supported, as JSON."""
+    try:
+        return json.dumps(asdict(import_module(_ANATOMY).find(config)))
+    except Unsupported as error:
+        return json.dumps({"unsupported": str(error)})
+
+
+def _asked(config: str) -> str:
+    """Return the answer of another process, from a file if it was asked before."""
+    versions = [version(name) for name in ("parallel3d", "transformers", "torch")]
+    key = blake2b(json.dumps([FORM, config, versions]).encode(), digest_size=16).hexdigest()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "parallel3d/models"
+    path = folder / f"{key}.json"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = Lock(path.with_suffix(".lock"))
+        lock.wait(lambda: None)
+        try:
+            if not path.exists():
+                replace_text(path, _started(config))
+            return path.read_text(encoding="utf-8")
+        finally:
+            lock.release()
+    return _started(config)  # the folder cannot be written
+
+
+def _started(config: str) -> str:
+    """Return the answer of a process that is started for it."""
+    done = subprocess.run(
+        [sys.executable, "-m", _ANATOMY],
+        input=config,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise Unsupported(f"cannot be read ({lines[-1]})")
+    return done.stdout.splitlines()[-1]

@@ -1,0 +1,161 @@
+"""Where tensor parallelism cuts the layers of a model of transformers, by its own plan.
+
+A *region* is a module of which a part is cut: the parent of a row-parallel linear layer. The ranks
+hold the same input at its entry (under sequence parallelism they gather it) and the sum of their
+parts at its exit. What is not cut inside has a part of its gradient on each rank.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from parallel3d.models.transformers.facts import Unsupported
+from parallel3d.models.transformers.skeleton import Skeleton
+
+COLUMN = "colwise"
+ROW = "rowwise"
+GATHERED = "colwise_gather_output"
+SPLIT = "rowwise_split_input"
+EXPERTS = "moe_tp_experts"
+PACKED = "packed_colwise"
+# Inside a region these are not cut, so their gradients are parts.
+_UNCUT = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate", "")
+
+
+@dataclass(frozen=True)
+class Place:
+    """How a parameter of a layer is held.
+
+    - `shape`: the global shape, which may split a dim of transformers' shape.
+    - `dim`: the dim that is cut over the tensor-parallel ranks; None if none is.
+    - `units`: its indivisible parts (key/value heads).
+    - `partial`: each rank has a part of its gradient.
+    - `whole`: each rank computes with all tokens, also under sequence parallelism.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    units: int | None = None
+    partial: bool = False
+    whole: bool = False
+
+
+class LayerPlan:
+    """The regions of one layer of a skeleton, and how its parameters are held."""
+
+    def __init__(self, skeleton: Skeleton, number: int) -> None:
+        self.layer = skeleton.layers[number]
+        self._plan = skeleton.plan
+        self._list = skeleton.list
+        path = f"{skeleton.prefix}.{skeleton.list}.{number}"
+        prefix = f"{path}." if skeleton.prefix else f"{skeleton.list}.{number}."
+        calls = skeleton.watched.calls.items()
+        self.calls = {name.removeprefix(prefix): x for name, x in calls if name.startswith(prefix)}
+
+    def style(self, name: str) -> str:
+        """Return the style of a module or parameter of the layer; "" if the plan has none."""
+        own = re.sub(r"\d+", "*", name)
+        style = str(self._plan.get(f"{self._list}.*.{own}", ""))
+        if style == GATHERED and self._is_fused_mlp(name):
+            return PACKED
+        if style == SPLIT and self._is_fused_mlp(self._partner(name)):
+            return ROW
+        return style
+
+    @cached_property
+    def regions(self) -> frozenset[str]:
+        """The modules with row-parallel layers, by name."""
+        found = set()
+        for name, module in self.layer.named_modules():
+            if self.style(name) == ROW and isinstance(module, nn.Linear):
+                found.add(name.rpartition(".")[0])
+        return frozenset(found)
+
+    @cached_property
+    def wholes(self) -> frozenset[str]:
+        """The modules that need all tokens, and are no regions, by name.
+
+        A rank computes them as a whole: they may mix tokens.
+        """
+        found = set()
+        for name, child in self.layer.named_children():
+            is_cut = name in self.regions or self.style(name) in (COLUMN, ROW, PACKED)
+            has_matrix = any(p.dim() > 1 for p in child.parameters())
+            if not is_cut and (has_matrix or name in self.calls):
+                found.add(name)
+        return frozenset(found)
+
+    def place(self, name: str) -> Place:
+        """Return how the parameter of this name in the layer is held."""
+        owner, _, leaf = name.rpartition(".")
+        parameter = self.layer.get_parameter(name)
+        shape = tuple(parameter.shape)
+        style = self.style(owner)
+        whole = name.partition(".")[0] in self.wholes
+        if style == EXPERTS:
+            return self._place_in_experts(name, shape, whole)
+        if style == PACKED:
+            return Place((2, shape[0] // 2, *shape[1:]), 1, whole=whole)
+        if style == COLUMN or self.style(name) == COLUMN:
+            return Place(shape, 0, self._units(owner, shape[0]), whole=whole)
+        if style == GATHERED:
+            return Place(shape, 0, whole=whole)
+        if style in (ROW, SPLIT):
+            return Place(shape, 1, whole=whole) if leaf == "weight" else Place(shape, whole=whole)
+        if style not in _UNCUT:
+            raise Unsupported(f"is cut in the style {style!r} ({name}), which is not known")
+        return Place(shape, partial=self._region_of(owner) is not None, whole=whole)
+
+    def _region_of(self, name: str) -> str | None:
+        for region in self.regions:
+            if region and (name == region or name.startswith(f"{region}.")):
+                return region
+        return None
+
+    def _place_in_experts(self, name: str, shape: tuple[int, ...], whole: bool) -> Place:
+        experts = self.layer.get_submodule(name.rpartition(".")[0])
+        if getattr(experts, "is_transposed", False) or not hasattr(experts, "is_concatenated"):
+            raise Unsupported(f"has experts of another form than transformers' packed one ({name})")
+        style = self.style(name)
+        if style == PACKED and experts.is_concatenated:
+            return Place((shape[0], 2, shape[1] // 2, *shape[2:]), 2, whole=whole)
+        if style in (PACKED, COLUMN):
+            return Place(shape, 1, whole=whole)
+        if style == ROW:
+            return Place(shape, 2, whole=whole)
+        return Place(shape, partial=True, whole=whole)
+
+    def _units(self, owner: str, rows: int) -> int | None:
+        """Return the key/value heads, if a column-parallel layer computes keys or values alone."""
+        call = self.calls.get(owner.rpartition(".")[0])
+        if call is None or call.heads == call.kv_heads:
+            return None
+        is_of_heads = rows in (call.kv_heads * call.key_size, call.kv_heads * call.value_size)
+        return call.kv_heads if is_of_heads else None
+
+    def _partner(self, name: str) -> str:
+        """Return the gathered layer beside a layer with a split input; "" unless it is alone."""
+        parent = name.rpartition(".")[0]
+        gathered = []
+        for child, _ in self.layer.get_submodule(parent).named_children():
+            beside = f"{parent}.{child}"
+            if self._plan.get(f"{self._list}.*.{re.sub(r'[0-9]+', '*', beside)}") == GATHERED:
+                gathered.append(beside)
+        return gathered[0] if len(gathered) == 1 else ""
+
+    def _is_fused_mlp(self, name: str) -> bool:
+        """True if a gathered layer computes gate and up of the split layer beside it."""
+        if not name:
+            return False
+        parent = name.rpartition(".")[0]
+        if parent in self.calls:
+            return False
+        for child, module in self.layer.get_submodule(parent).named_children():
+            style = self._plan.get(f"{self._list}.*.{re.sub(r'[0-9]+', '*', f'{parent}.{child}')}")
+            if style == SPLIT and isinstance(module, nn.Linear):
+                fused = self.layer.get_submodule(name)
+                is_double = fused.out_features == 2 * module.in_features
+                return self._partner(f"{parent}.{child}") == name and bool(is_double)
+        return False

@@ -1,0 +1,451 @@
+"""A causal language model of transformers without memory for its weights, and what it consists of.
+
+A stage never repeats the model's forward: it calls the architecture's own, in which all layers but
+its own pass their input on (`Skeleton.around`).
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from parallel3d.models.transformers import attention, experts
+from parallel3d.models.transformers.facts import Unsupported
+
+IMPLEMENTATION = "parallel3d"
+"""The name of the library's functions in the interfaces of transformers."""
+_PROBE = (2, 8)  # the batch and the sequence of the forward that is watched
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """`torch.empty` takes no memory inside: modules make their weights by it, buffers by values."""
+
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if func is torch.empty:
+            kwargs = kwargs | {"device": "meta"}
+        return func(*args, **kwargs)
+
+
+class _MixedWithMeta(TorchDispatchMode):
+    """Operators of tensors on the meta device and others give tensors on the meta device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        seen: list[bool] = []
+
+        def look(value: object) -> None:
+            if isinstance(value, Tensor):
+                seen.append(value.is_meta)
+
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Unsupported(
+                f"draws random numbers ({func.__name__}), which would depend on the mesh; set its "
+                "probabilities of dropout to 0"
+            )
+        tree_map(look, (args, kwargs))
+        if any(seen) and not all(seen):
+            args, kwargs = tree_map(_on_meta, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _on_meta(value: object) -> object:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+class Same(nn.Module):
+    """Returns its input, in place of a module whose result is not used."""
+
+    def forward(self, x: Tensor, *_: object, **__: object) -> Tensor:
+        """Return x."""
+        return x
+
+
+class Nothing(nn.Module):
+    """Returns a zero, in place of a table whose vectors are not used."""
+
+    def forward(self, *_: object, **__: object) -> Tensor:
+        """Return a zero that can be added to anything."""
+        return torch.zeros(1)
+
+
+class _Given(nn.Module):
+    """Returns a tensor whatever comes."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, *_: object, **__: object) -> Tensor:
+        """Return the tensor."""
+        return self.value
+
+
+class _Heard(nn.Module):
+    """Notes the shape of its input."""
+
+    shape: torch.Size | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x."""
+        self.shape = x.shape
+        return x
+
+
+class Port(nn.Module):
+    """Stands in the place of a layer: it passes on what comes, or opens the model at this place.
+
+    - `like`: the layer, whose other attributes the model may read.
+    - `returns_tuple`: what the layer returns.
+    - `layer`: the module to run here; None: nothing does.
+    """
+
+    def __init__(
+        self, like: nn.Module, returns_tuple: bool, layer: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        # Not as modules, whose parameters they would count as.
+        object.__setattr__(self, "like", like)
+        object.__setattr__(self, "layer", layer)
+        self.returns_tuple = returns_tuple
+        self.is_open = False
+        self.given: Tensor | None = None
+        self.heard: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "like"), name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return `hidden_states`; if open, keep what the layer makes of what is `given`."""
+        x = hidden_states
+        if self.is_open:
+            x = x if self.given is None else self.given
+            y = x if self.layer is None else self.layer(x, *args, **kwargs)
+            x = y[0] if isinstance(y, tuple) else y
+            self.heard = x
+        return (x, None, None) if self.returns_tuple else x
+
+
+@dataclass
+class Watched:
+    """The findings of one forward and backward on the meta device.
+
+    - `tuples`: the layers that return tuples.
+    - `before`, `after`: the modules of the base model with weights that run before and after all
+      layers, by name.
+    - `calls`: the calls of attention functions, by the module that made them.
+    - `without_gradient`: parameters that no gradient reached.
+    """
+
+    tuples: set[int] = field(default_factory=set)
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    calls: dict[str, attention.Call] = field(default_factory=dict)
+    without_gradient: list[str] = field(default_factory=list)
+
+
+class Logits(NamedTuple):
+    """The function that a model applies to the products with its output projection, z.
+
+    They become softcap * tanh(scale * z / softcap), or scale * z if softcap is None.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+class Skeleton:
+    """The parts of a causal language model of transformers; its parameters are on the meta device.
+
+    - `model`: the whole model. `base`: the part without the output projection, at `prefix`.
+    - `list`: the name of the base's list of layers. `token`: that of its table of tokens.
+    - `output`: the name of the output projection in the model.
+    - `plan`: the style of each linear layer under tensor parallelism, by transformers
+      (`base_model_tp_plan`).
+
+    Raises Unsupported, with the reason, for a model that cannot be cut into stages.
+    """
+
+    def __init__(self, settings: Any) -> None:
+        self.model = _built(settings)
+        self.settings: Any = self.model.config
+        base = self.model.get_decoder()
+        self.base: nn.Module = self.model.base_model if base is self.model else base
+        self.prefix = _name_of(self.base, self.model)
+        self.list = self._find_layers()
+        self.layers = list(getattr(self.base, self.list))
+        table = self.model.get_input_embeddings()
+        output = self.model.get_output_embeddings()
+        if not isinstance(output, nn.Linear):
+            raise Unsupported("has no linear output projection")
+        self.output = _name_of(output, self.model)
+        self.plan = dict(getattr(settings, "base_model_tp_plan", None) or {})
+        self.watched = self._watch()
+        self.token = next((n for n in self.watched.before if getattr(self.base, n) is table), "")
+        if not self.token:
+            raise Unsupported("does not look its tokens up in a table of the base model first")
+        self._check_parameters()
+        self.width = 1
+        self.width = self._find_width()
+        self.logits = self._find_logits()
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter by its name in transformers."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name: tuple(parameter.shape) for name, parameter in named}
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the output projection has the table's weight."""
+        table = self.model.get_input_embeddings()
+        return bool(
+            self.model.get_output_embeddings().weight is table.weight
+            or self.settings.tie_word_embeddings
+        )
+
+    @property
+    def has_interface(self) -> bool:
+        """True if the attention is computed by the library's function."""
+        return bool(self.settings._attn_implementation == IMPLEMENTATION)
+
+    def around(
+        self, number: int, layer: nn.Module | None, replaced: Mapping[str, nn.Module]
+    ) -> tuple[nn.Module, Port]:
+        """Return the base model around one layer, and the port at this layer.
+
+        Its own modules before and after the layers do nothing, unless they are `replaced`.
+        """
+        ports = [
+            Port(like, i in self.watched.tuples, layer if i == number else None)
+            for i, like in enumerate(self.layers)
+        ]
+        base = _shallow(self.base)
+        base._modules[self.list] = nn.ModuleList(ports)
+        for name in (*self.watched.before, *self.watched.after):
+            is_table = isinstance(getattr(self.base, name), nn.Embedding)
+            base._modules[name] = Nothing() if is_table else Same()
+        base._modules.update(replaced)
+        return base, ports[number]
+
+    def whole(self, base: nn.Module, output: nn.Module) -> nn.Module:
+        """Return the model around another base and another output projection."""
+        model = _with_module(self.model, self.prefix, base)
+        return _with_module(model, self.output, output)
+
+    def inputs_of(self, batch: int, seq: int, like: Tensor) -> dict[str, Any]:
+        """Return inputs in place of embeddings that no layer reads, and without a cache."""
+        embeddings = like.new_zeros(1).expand(batch, seq, self.width)
+        positions = torch.arange(seq, device=like.device).expand(batch, seq)
+        return {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
+
+    def _find_width(self) -> int:
+        """Return the width of embeddings that no layer reads: 1, unless the model needs all.
+
+        With 1, what it does with them costs nothing.
+        """
+        hidden = int(self.settings.hidden_size)
+        given = torch.ones(1, 2, hidden)
+        base, port = self.around(len(self.layers) - 1, None, {})
+        port.is_open = True
+        port.given = given
+        heard = _Heard()
+        model: Any = self.whole(base, heard)
+        # Broad: a model may fail in its own way.
+        with suppress(Exception), torch.no_grad():
+            model(**self.inputs_of(1, 2, given))
+        return 1 if heard.shape == given.shape else hidden
+
+    def _find_layers(self) -> str:
+        count = self.settings.num_hidden_layers
+        for name, module in self.base.named_children():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return name
+        raise Unsupported(f"has no list of its {count} layers (num_hidden_layers)")
+
+    def _watch(self) -> Watched:
+        """Run the model forward and backward on the meta device, and note what happens."""
+        found = Watched()
+        order: list[str] = []
+        states: dict[int, int] = {}  # tensors that a layer returned besides the stream
+        hooks = []
+        names = {module: name for name, module in self.model.named_modules()}
+
+        def leave(number: int, _: nn.Module, output: object) -> None:
+            parts = output if isinstance(output, tuple) else (output,)
+            if isinstance(output, tuple):
+                found.tuples.add(number)
+            shape = (*_PROBE, self.settings.hidden_size)
+            if not isinstance(parts[0], Tensor) or tuple(parts[0].shape) != shape:
+                raise Unsupported("has layers that pass on more than one stream of [hidden_size]")
+            states.update({id(x): number for x in parts[1:] if isinstance(x, Tensor)})
+            kept.extend(parts)
+
+        def enter(number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+            order.append("")
+            for value in (*args, *kwargs.values()):
+                if id(value) in states:
+                    raise Unsupported(
+                        f"passes a state from layer {states[id(value)]} to layer {number}, besides "
+                        "the stream"
+                    )
+
+        def reach(name: str, *_: object) -> None:
+            order.append(name)
+
+        kept: list[object] = []  # so that no id is given twice
+        dropouts = [m for m in self.model.modules() if isinstance(m, nn.Dropout)]
+        probabilities = [module.p for module in dropouts]
+        for module in dropouts:  # the library's take their places
+            module.p = 0.0
+        for number, layer in enumerate(self.layers):
+            enter_hook = _bound(enter, number)
+            hooks.append(layer.register_forward_pre_hook(enter_hook, with_kwargs=True))
+            hooks.append(layer.register_forward_hook(_without_input(leave, number)))
+        for name, child in self.base.named_children():
+            if name != self.list and _has_parameters(child):
+                hooks.append(child.register_forward_pre_hook(_bound(reach, name)))
+        tokens = torch.zeros(_PROBE, dtype=torch.int64)
+        positions = torch.arange(_PROBE[1]).expand(_PROBE)
+        try:
+            mixed = _MixedWithMeta()  # type: ignore[no-untyped-call]
+            with mixed, attention.recorded() as calls:
+                output = self.model(input_ids=tokens, position_ids=positions, use_cache=False)
+                output.logits.float().sum().backward()
+        except Unsupported:
+            raise
+        # Broad: the modules of an architecture raise errors of many types.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise Unsupported(f"cannot be traced without data ({reason})") from None
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module, p in zip(dropouts, probabilities, strict=True):
+                module.p = p
+        first = order.index("") if "" in order else len(order)
+        last = len(order) - order[::-1].index("") if "" in order else 0
+        found.before = list(dict.fromkeys(order[:first]))
+        found.after = list(dict.fromkeys(order[last:]))
+        found.calls = {names[module]: call for module, call in calls.items()}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None:
+                found.without_gradient.append(name)
+            parameter.grad = None
+        return found
+
+    def _find_logits(self) -> Logits:
+        """Find out by trying what the model does to the products with its output projection."""
+        z = torch.tensor([1e-4, -1e-3, 0.1, 1.0, -3.0, 10.0, 50.0, 1e12]).view(1, 1, -1)
+        base, _ = self.around(0, None, {})
+        model: Any = self.whole(base, _Given(z))
+        with torch.no_grad():
+            y = model(**self.inputs_of(1, 1, z)).logits
+        scale = float(y[0, 0, 0] / z[0, 0, 0])
+        if torch.allclose(y, scale * z, rtol=1e-4):
+            return Logits(scale if abs(scale - 1) > 1e-6 else 1.0)
+        softcap = float(y[0, 0, -1])
+        if torch.allclose(y, softcap * torch.tanh(scale * z / softcap), rtol=1e-3):
+            return Logits(scale if abs(scale - 1) > 1e-3 else 1.0, softcap)
+        raise Unsupported("changes its logits in another way than by a factor and a soft-cap")
+
+    def _check_parameters(self) -> None:
+        """Raise Unsupported for parameters that no stage would have, or that do not train."""
+        known = [f"{self.prefix}.{self.list}.", f"{self.output}."]
+        for name in (*self.watched.before, *self.watched.after):
+            known.append(f"{self.prefix}.{name}.")
+        both = set(self.watched.before) & set(self.watched.after)
+        if both:
+            raise Unsupported(f"uses {sorted(both)[0]} before and after its layers")
+        seen: dict[int, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if not name.startswith(tuple(known)):
+                raise Unsupported(f"has the parameter {name} outside its layers")
+            first = seen.setdefault(id(parameter), name)
+            if first != name and not (name.startswith(self.output) and self.is_tied):
+                raise Unsupported(f"shares the parameter {first} with {name}")
+        if self.watched.without_gradient:
+            first = self.watched.without_gradient[0]
+            raise Unsupported(f"has the parameter {first}, which gets no gradient")
+
+
+def _built(settings: Any) -> PreTrainedModel:
+    """Return the model of a config with its buffers, and its parameters on the meta device."""
+    kind = type(settings)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise Unsupported(f"is no causal language model of transformers ({settings.model_type})")
+    if settings.is_encoder_decoder:
+        raise Unsupported("has an encoder")
+    chosen = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    own_attention = attention.implementation_of(chosen, IMPLEMENTATION)
+    with init_empty_weights(include_buffers=False), no_init_weights(), _EmptyOnMeta():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            settings,
+            dtype=torch.float32,
+            attn_implementation=own_attention,
+            experts_implementation="eager",
+        )
+    experts.register(IMPLEMENTATION)
+    for module in model.modules():  # transformers refuses names of others, but runs them
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            module.config._experts_implementation_internal = IMPLEMENTATION
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise Unsupported(f"has the buffer {name} without values")
+    return model.train()
+
+
+def _bound(function: Callable[..., None], first: object) -> Callable[..., None]:
+    def hook(*args: object) -> None:
+        function(first, *args)
+
+    return hook
+
+
+def _without_input(function: Callable[..., None], first: object) -> Callable[..., None]:
+    def hook(module: nn.Module, _: object, output: object) -> None:
+        function(first, module, output)
+
+    return hook
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _name_of(module: nn.Module, inside: nn.Module) -> str:
+    names: dict[nn.Module, str] = {own: name for name, own in inside.named_modules()}
+    return names[module]
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that shares its parts, which can be replaced."""
+    shell = copy.copy(module)
+    object.__setattr__(shell, "_modules", dict(module._modules))
+    return shell
+
+
+def _with_module(module: nn.Module, path: str, value: nn.Module) -> nn.Module:
+    """Return a shallow copy of a module with another module at a path."""
+    shell = _shallow(module)
+    head, _, rest = path.partition(".")
+    inner = module._modules[head]
+    assert inner is not None, path
+    shell._modules[head] = _with_module(inner, rest, value) if rest else value
+    return shell

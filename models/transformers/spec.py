@@ -1,0 +1,140 @@
+"""Any decoder of transformers as data: its own config, and what its modules consist of.
+
+The config of the architecture is a block of its own; all sizes come from it.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from parallel3d.base.section import Problem
+from parallel3d.model.module_cost import RMS_NORM, AttentionCost, MlpCost
+from parallel3d.model.spec import LayerSpec
+from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
+from parallel3d.models.common import ImportedSection, vocab_size
+from parallel3d.models.transformers.facts import Facts, Sizes, Unsupported, facts_of
+
+
+def _as_json(value: object) -> str:
+    """Return the JSON of an object, with sorted keys: a config can be compared and hashed."""
+    if isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, dict):
+        raise ValueError("must be a block: the fields of a config.json; write {...}")
+    return json.dumps(value, sort_keys=True)
+
+
+Fields = Annotated[str, BeforeValidator(_as_json), PlainSerializer(json.loads)]
+
+
+class Config(ImportedSection):
+    """A decoder of transformers."""
+
+    family: Literal["transformers"]
+    """The model family: the name of a folder in models/."""
+    config: Fields
+    """The fields of the model's config.json; model_type names the architecture. A field that is
+    missing has the default of the architecture."""
+    vocab_size: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    """Rows of the embedding; "auto" takes the tokenizer's."""
+
+    @property
+    def json_of_model(self) -> str:
+        """The fields of the config.json with the vocabulary, as JSON."""
+        fields = json.loads(self.config)
+        size = 2 if self.vocab_size == "auto" else self.vocab_size
+        return json.dumps(fields | {"vocab_size": size}, sort_keys=True)
+
+    @property
+    def facts(self) -> Facts:
+        """The parts of the model."""
+        return facts_of(self.json_of_model)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The model's sizes."""
+        return self.facts.sizes
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.sizes.hidden_size
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Number of layers, without what is before and after them."""
+        return self.sizes.num_hidden_layers
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads per layer."""
+        return self.sizes.num_attention_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """The fewest key/value heads of a layer."""
+        return self.sizes.num_key_value_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.sizes.head_size
+
+    @property
+    def inner_size(self) -> int:
+        """Inner width of the MLP."""
+        return self.sizes.inner_size
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The longest sequence that the model is meant for."""
+        return self.sizes.max_position_embeddings
+
+    @property
+    def initializer_range(self) -> float:
+        """Standard deviation of most weights."""
+        return self.sizes.initializer_range
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """True if the output projection is the table of tokens."""
+        return bool(self.facts.tied)
+
+    def _problems(self) -> Iterator[Problem]:
+        try:
+            _ = self.facts
+        except Unsupported as error:
+            kind = json.loads(self.config).get("model_type")
+            yield Problem("config.model_type", kind, str(error), "use another model")
+
+
+@lru_cache(maxsize=16)
+def layers(config: Config) -> list[LayerSpec]:
+    """Return what is before the layers, the layers, and the head."""
+    facts = config.facts
+    hidden = config.hidden_size
+    vocab = vocab_size(config)
+    attention = AttentionCost(
+        config.num_attention_heads, config.num_key_value_heads, config.head_size
+    )
+    cost = BlockCost(hidden, RMS_NORM, (attention, MlpCost(config.inner_size)))
+    build = "parallel3d.models.transformers.blocks:"
+    first = LayerSpec(
+        "embedding", facts.embedding, EmbeddingCost(hidden), f"{build}Embedding", config
+    )
+    blocks = [
+        LayerSpec(f"blocks.{number}", params, cost, f"{build}Block", config)
+        for number, params in enumerate(facts.blocks)
+    ]
+    head = LayerSpec(
+        "head", facts.head, HeadCost(hidden, vocab, RMS_NORM), f"{build}Head", config, facts.tied
+    )
+    return [first, *blocks, head]
+
+
+def small(config: Config, tp: Sequence[int]) -> dict[str, Any]:
+    """Return the config of a small model of the same architecture."""
+    return {}
