@@ -14,7 +14,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from parallel3d.base.errors import pack_error, unpack_error
+from parallel3d.base.errors import TrainingError, pack_error, unpack_error
 from parallel3d.mesh.groups import BACKEND, choose_backend, options_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
@@ -23,6 +23,7 @@ _START = "rank 0 starts"  # key in the store: "", or the error that kept rank 0 
 _SPOKEN = "rank 0 has spoken"  # key in the store
 _ADDRESS = "an address between nodes"  # key in the store
 _ARRIVED = "ranks that know their interface"  # key in the store
+_STORE_SECONDS = 5.0  # after which a store that refuses connections is gone
 _PATIENCE = timedelta(seconds=30)  # for ranks that may not have reached the store yet
 STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
 _MOST_FILES = 2**20  # some containers allow 2^30, and subprocesses close each of them
@@ -123,6 +124,7 @@ def meet(launch: Launch, patience: timedelta) -> dist.Store:
     os.environ.setdefault("MASTER_ADDR", socket.gethostname())
     os.environ.setdefault("MASTER_PORT", "29500")
     if _store is None:
+        _refuse_lost_store()
         _store, *_ = next(
             dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience)
         )
@@ -132,6 +134,30 @@ def meet(launch: Launch, patience: timedelta) -> dist.Store:
         store = dist.PrefixStore(f"attempt {launch.restart_count}", store)
     # With the same keys, addresses of a destroyed group would be taken for those of the new one.
     return dist.PrefixStore(f"group {_times_joined}", store) if _times_joined else store
+
+
+def _refuse_lost_store() -> None:
+    """Raise TrainingError if the store that torchrun serves refuses connections.
+
+    It was there before the ranks, so it is not late but gone.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + _STORE_SECONDS
+    while True:
+        try:
+            socket.create_connection(place, timeout=_STORE_SECONDS).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"torchrun's store at {place[0]}:{place[1]} refuses connections: torchrun has "
+                    "ended, or its port is closed. Start the same command again"
+                ) from None
+            time.sleep(0.2)
+        except OSError:  # torch knows more about names and networks
+            return
 
 
 def allow_open_files() -> None:

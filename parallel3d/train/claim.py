@@ -165,9 +165,13 @@ def _find(
             # The folder belongs to this run, or a second launch of the same config is starting;
             # any other run only has this name, so the next number is tried.
             if existing or (error.holder.about == same and resume != "none"):
+                holder = error.holder
+                how = f"touch {folder / 'STOP'}"
+                if not folder.exists():  # it is still starting
+                    how = f"kill {holder.pid}` on `{holder.host}"
                 raise ConfigError(
-                    f"{folder} is being trained by {error.holder}; two launches cannot write to "
-                    f"one run. Wait for it, or stop it (`touch {folder / 'STOP'}`) and run this "
+                    f"{folder} is being trained by {holder}; two launches cannot write to one run. "
+                    f"Wait for it, or stop it (`{how}`) and run this "
                     "command again to resume. For a second run of the same config add "
                     "--parallel3d.run.name NAME"
                 ) from None

@@ -32,6 +32,7 @@ from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.mesh.pulse.page import Outcome
+from parallel3d.train.launcher import watch_launcher
 
 if TYPE_CHECKING:  # it loads torch, which is slow; a refused launch should end before that
     from parallel3d.mesh.mesh import Mesh
@@ -259,7 +260,8 @@ class StopRequest:
         os.set_blocking(write_end, False)
         # By this pipe a thread learns of signals even while the main thread runs no Python code.
         former = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        watch = threading.Thread(target=self._watch, args=(read_end,), daemon=True)
+        args = read_end, watch_launcher()
+        watch = threading.Thread(target=self._watch, args=args, daemon=True)
         watch.start()
         try:
             yield self
@@ -331,10 +333,9 @@ class StopRequest:
                 "interrupted by a second Ctrl-C; steps since the last save are lost"
             )
 
-    def _watch(self, read_end: int) -> None:
+    def _watch(self, read_end: int, is_launcher_gone: Callable[[], bool]) -> None:
         """Watch for signals, outcomes and a dead launcher; signal or end the process."""
         deadline = None
-        is_launcher_gone = _watch_launcher()
         while True:
             if select.select([read_end], [], [], _LOOK)[0]:
                 numbers = os.read(read_end, 64)
@@ -348,7 +349,11 @@ class StopRequest:
             if outcome and (self._held or outcome.code != STOPPED):
                 self._end.on_outcome(outcome, self._flush)
             if deadline is None:
-                if outcome or is_launcher_gone():
+                if outcome:
+                    self._ask()
+                elif is_launcher_gone():
+                    if self._end.launch.local_rank == 0:
+                        say("the launcher of this run has died, so its ranks end")
                     self._ask()
             elif not self._held and time.monotonic() > deadline:
                 self._end.leave(self._end.on_request())
@@ -406,22 +411,3 @@ def meet_at_the_end(mesh: "Mesh") -> None:
     pulse.doing("its end")
     with pulse.waiting("waiting for the other ranks"):
         mesh.messages.gather_texts("", aside=True)
-
-
-def _watch_launcher() -> Callable[[], bool]:
-    """Return a function that detects the death of the `deepspeed` command.
-
-    The command does not pass a SIGTERM on to the ranks, whose parent is this node's launcher.
-    """
-    with suppress(psutil.Error):
-        node = psutil.Process(os.getppid())
-        if "deepspeed.launcher.launch" in node.cmdline():
-            command = node.ppid()
-
-            def is_gone() -> bool:
-                with suppress(psutil.Error):
-                    return bool(node.ppid() != command)
-                return True
-
-            return is_gone
-    return lambda: False
