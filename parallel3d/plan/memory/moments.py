@@ -171,6 +171,7 @@ class CoordinateRank:
         once = self.held.unreduced > 0
         buffers = held.buffers if once or held.standing else held.buffers + held.bucket
         counts = self._fullest_counts(place)
+        saved = self._activations(counts)
         # True if some forward runs after a backward, and so beside its gradients.
         alternates = sum(counts) < self.setting.num_microbatches * len(self.stages)
         before = self._shard
@@ -178,25 +179,25 @@ class CoordinateRank:
             before += max(map(self._unreduced_bytes, own.forward))
         elif alternates:
             before += held.unreduced if once else held.shard - self._shard
-        yield self._moment(counts, s.ending, weights.forward, before, held.buffers)
+        yield self._moment(saved, s.ending, weights.forward, before, held.buffers)
         beginning = BackwardMoment(s.saved_bytes, 0, -s.logits_bytes, 0)
-        yield self._moment(counts, beginning, weights.beginning, before, held.buffers)
+        yield self._moment(saved, beginning, weights.beginning, before, held.buffers)
         if once and not alternates:
             # The first backward creates gradients while it frees activations.
             gradient_bytes = self._shard + s.first.gradients_bytes
-            first = counts
+            first = saved
             if own:
                 gradient_bytes += self._unreduced_bytes(own.beside)
-                first = own.first
+                first = self._activations(own.first)
             yield self._moment(first, s.first, weights.backward, gradient_bytes, buffers)
         else:
-            yield self._moment(counts, s.later, weights.backward, before, buffers)
+            yield self._moment(saved, s.later, weights.backward, before, buffers)
         if not once:
             # The reduction of the first full bucket creates the shards if there are none.
             full = bisect_left(s.produced, self.setting.workload.buffers.reduce_bucket_size)
             at_full = s.backwards[min(full, len(s.backwards) - 1)]
             reducing = buffers + held.reducing
-            yield self._moment(counts, at_full, weights.backward, held.shard, reducing)
+            yield self._moment(saved, at_full, weights.backward, held.shard, reducing)
 
     def _sizes(self, places: Held) -> WeightSizes:
         """Return the sizes of the weights in some of the coordinate's stages."""
@@ -217,10 +218,10 @@ class CoordinateRank:
         return self._always + saved + self._passing(counts), logits
 
     def _moment(
-        self, counts: MicrobatchCounts, m: BackwardMoment, gathered: int, grads: int, buffers: int
+        self, saved: tuple[int, int], m: BackwardMoment, gathered: int, grads: int, buffers: int
     ) -> Moment:
-        """Return the moment of a pass beside `counts` microbatches in flight."""
-        body, logits = self._activations(counts)
+        """Return the moment of a pass beside the `_activations` that are saved for microbatches."""
+        body, logits = saved
         body += m.working_bytes - m.freed_bytes - m.logits_bytes
         return gathered, grads, body, logits + m.logits_bytes, buffers
 
