@@ -45,8 +45,8 @@ def slow_steps(rank):
 
     doing = pulse.doing
 
-    def do(text, waits=False):
-        doing(text, waits)
+    def do(text):
+        doing(text)
         if text.startswith("0F0 "):
             time.sleep(0.1)
 

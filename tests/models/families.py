@@ -80,6 +80,7 @@ def build(config, tp, seq=16, sequence_parallel=False, **settings):
         settings_of(2, zero_stage=1),
         mesh=mesh,
         shape=Shape(2, seq),
+        seed=None,  # `weights_of` has them
         sequence_parallel=sequence_parallel,
         **settings,
     )

@@ -87,6 +87,7 @@ class Hall:
         self._drops = drops_out(config)
         self._reference: Reference | None = None
         self._right: Saved | None = None
+        self._is_compiled = False
 
     def lacks(self, exhibit: Exhibit) -> str:
         """What the hall's config lacks of an exhibit's needs; "" if it can hold it."""
@@ -145,7 +146,7 @@ class Hall:
 
         The mistake is in every process, so the reference has it wherever it calls the library.
         """
-        self.trained()
+        self._compile()
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
         with exhibits.load(name).plant():
@@ -164,9 +165,15 @@ class Hall:
     def trained(self) -> Reference:
         """The reference of the hall, trained once."""
         if self._reference is None:
-            compile_operators(self._small[self._meshes[0]])
+            self._compile()
             self._small, self._reference = prepare(self._config, self._meshes, self._folder)
         return self._reference
+
+    def _compile(self) -> None:
+        """Compile the operators of the hall's config, which takes time on the first call only."""
+        if not self._is_compiled:
+            compile_operators(self._small[self._meshes[0]])
+            self._is_compiled = True
 
     def _saved(self) -> Saved:
         """A run that was saved without any exhibit."""

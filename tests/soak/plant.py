@@ -37,8 +37,8 @@ def when(at, step, act):
     doing = pulse.doing
     done = []
 
-    def do(text, waits=False):
-        doing(text, waits)
+    def do(text):
+        doing(text)
         if text == f"{at} {step}" and not done:
             done.append(text)
             act()
