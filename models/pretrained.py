@@ -70,7 +70,10 @@ _FOREIGN = {
     "is_encoder_decoder": "makes an encoder-decoder model",
     "add_cross_attention": "adds cross-attention",
 }
+GENERIC = "transformers"
+"""The family of any decoder."""
 _REMEDY = "use another model"
+_NO_LANGUAGE_MODEL = "is not the language model of its type"
 _UNKNOWN = (
     "is unknown and may change what the model computes",
     "if it does not, remove it in a copy of the folder; else use another model",
@@ -163,19 +166,42 @@ class Fields:
             raise Problems(self._problems)
 
 
-def model_block(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the "model" block of a config.json; raise Problems, whose paths are its fields."""
+def model_block(config: Mapping[str, object], family: object = None) -> dict[str, object]:
+    """Return the "model" block of a config.json; raise Problems, whose paths are its fields.
+
+    A hand-written family has the model where it fits, and else the family of any decoder.
+
+    - `family`: the name of the only family to ask; None for those that fit.
+    """
+    kind = config.get("model_type", ABSENT)
+    own = _own_family(config)
+    generic = models.find_part(GENERIC, "pretrained")
+    assert generic is not None, GENERIC
+    problems: list[Problem] = []
+    if own is not None and family != GENERIC:
+        try:
+            return _block_of(own, config)
+        except Problems as error:
+            problems += error.problems
+        if family == own.__name__.split(".")[-2] or not all(map(_is_of_the_family, problems)):
+            raise Problems(problems)
+    if not isinstance(kind, str):
+        known = ", ".join(sorted(_families()))
+        raise Problems([Problem("model_type", kind, "is not supported", f"use one of {known}")])
+    try:
+        block: dict[str, object] = generic.model_block(config)
+    except Problems as error:
+        raise Problems([*problems, *error.problems]) from None
+    return block
+
+
+def _block_of(family: ModuleType, config: Mapping[str, object]) -> dict[str, object]:
+    """Return the block that a hand-written family makes of a config.json; raise Problems."""
     fields = Fields(config)
-    families = _families()
-    family = families.get(fields.model_type)
-    if family is None:
-        remedy = f"use a model of one of the types {', '.join(sorted(families))}"
-        value = config.get("model_type", ABSENT)
-        raise Problems([Problem("model_type", value, "is not supported", remedy)])
     classes: Sequence[str] = family.MODEL_TYPES[fields.model_type]
     named = config.get("architectures") or [classes[0]]
     if not isinstance(named, list) or named[0] not in classes or len(named) > 1:
-        fields.refuse("architectures", "is not the language model of its type", f"use {classes[0]}")
+        fields.refuse("architectures", _NO_LANGUAGE_MODEL, f"use {classes[0]}")
     try:
         block: dict[str, object] = family.model_block(fields)
     except (TypeError, ValueError, AttributeError) as error:
@@ -184,10 +210,31 @@ def model_block(config: Mapping[str, object]) -> dict[str, object]:
     return block
 
 
-def class_of(config: Mapping[str, object]) -> str:
-    """Return the transformers language model class of a supported config.json."""
-    kind = str(config["model_type"])
-    return str(_families()[kind].MODEL_TYPES[kind][0])
+def _is_of_the_family(problem: Problem) -> bool:
+    """Return True if another family may have what a problem says that a family lacks."""
+    return (
+        problem.path not in ("architectures", "auto_map", "quantization_config")
+        and problem.value is not ABSENT
+        and problem.rule != _UNKNOWN[0]
+    )
+
+
+def why_any(config: Mapping[str, object]) -> str:
+    """Return why a config.json has the family of any decoder."""
+    own = _own_family(config)
+    if own is None:
+        return f'no family is written for "{config["model_type"]}"'
+    try:
+        _block_of(own, config)
+    except Problems as error:
+        return f"{own.__name__.split('.')[-2]} lacks {error.problems[0].path}"
+    return "as asked"
+
+
+def class_of(config: Mapping[str, object]) -> str | None:
+    """Return the class of a config.json in transformers; None if no hand-written family has it."""
+    own = _own_family(config)
+    return None if own is None else str(own.MODEL_TYPES[str(config["model_type"])][0])
 
 
 def free_settings(family: str) -> Mapping[str, str]:
@@ -195,6 +242,11 @@ def free_settings(family: str) -> Mapping[str, str]:
     module = models.find_part(family, "pretrained")
     free: Mapping[str, str] = module.FREE if module else {}
     return free
+
+
+def _own_family(config: Mapping[str, object]) -> ModuleType | None:
+    """Return the `pretrained` module of the hand-written family of a config.json's type."""
+    return _families().get(str(config.get("model_type")))
 
 
 def _families() -> dict[str, ModuleType]:

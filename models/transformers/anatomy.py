@@ -43,7 +43,7 @@ def settings_of(config: str) -> Any:
     chosen = CONFIG_MAPPING[kind]
     known = {*chosen().to_dict(), *chosen.attribute_map, *_GENERAL}
     for name in fields:
-        if name not in known and not name.startswith("_"):
+        if fields[name] is not None and name not in known and not name.startswith("_"):
             raise Unsupported(f"has the field {name}, which is unknown; {nearest(name, known)}")
     own = {name: value for name, value in fields.items() if name not in ("model_type",)}
     try:

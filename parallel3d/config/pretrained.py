@@ -12,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from parallel3d import models
 from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.hub_access import why_unreachable
@@ -70,11 +71,11 @@ def fill(raw: JsonObject, replaced: Mapping[str, object] | None = None) -> list[
         return []
     folder, record = _locate(name)
     config = read_config(folder)
-    fixed = derive_model_block(folder, config)
+    fixed = derive_model_block(folder, config, model.get("family"))
     chosen = {key: value for key, value in model.items() if key != KEY}
     if problems := list(_contradictions(chosen, fixed, folder)):
         raise Problems(problems)
-    notes = [f"model: {fixed['family']}, {fixed['num_hidden_layers']} layers, from {name}"]
+    notes = [f"model: {_described(fixed, config)}, from {name}"]
     if replaced is not None:
         free = {*pretrained.free_settings(fixed["family"]), "parametrization"}
         chosen = {key: value for key, value in replaced.items() if key in free} | chosen
@@ -83,6 +84,15 @@ def fill(raw: JsonObject, replaced: Mapping[str, object] | None = None) -> list[
     if isinstance(output, dict):
         output["published"] = read_published(folder, config)
     return notes
+
+
+def _described(block: Mapping[str, Any], config: Mapping[str, object]) -> str:
+    """Return the family and the layers of a "model" block, and why the family is any decoder's."""
+    family = block["family"]
+    if family != pretrained.GENERIC:
+        return f"{family}, {block['num_hidden_layers']} layers"
+    layers = models.config_class(family).model_validate(block).num_hidden_layers
+    return f"{family} ({pretrained.why_any(config)}), {layers} layers"
 
 
 def read_published(folder: Path, config: Mapping[str, object]) -> JsonObject:
@@ -112,15 +122,18 @@ def read_config(folder: Path) -> JsonObject:
     return reader.read(path)
 
 
-def derive_model_block(folder: Path, config: Mapping[str, object]) -> dict[str, Any]:
+def derive_model_block(
+    folder: Path, config: Mapping[str, object], family: object = None
+) -> dict[str, Any]:
     """Return the "model" block for a folder's config.json; raises Problems that name its fields.
 
     - `folder`: where the config.json is, for messages.
     - `config`: the object in it.
+    - `family`: the family that the user names; None for one that fits.
     """
     path = folder / "config.json"
     try:
-        return pretrained.model_block(config)
+        return pretrained.model_block(config, family)
     except Problems as error:
         problems = [Problem(f"{path}: {p.path}", p.value, p.rule, p.remedy) for p in error.problems]
         raise Problems(problems, str(folder)) from None

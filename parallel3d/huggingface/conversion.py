@@ -358,7 +358,7 @@ def import_folder(
             shutil.copyfile(path, out / path.name)
         tensors = f"names, shapes, type and values of {len(layout.places)} tensors against {folder}"
         return prove(
-            pretrained.class_of(settings),
+            pretrained.class_of(settings) or _class_of(config),
             out,
             layout,
             {tensors: tensors_differ(out, layout, stamps, progress)},
@@ -367,6 +367,12 @@ def import_folder(
         )
 
     return _publish_if_proved(to, layout, write)
+
+
+def _class_of(config: Any) -> str:
+    """Return the class of a model that transformers itself has."""
+    family: Any = models.huggingface(config.family)
+    return str(family.architecture(config).architectures[0])
 
 
 def _publish_if_proved(to: Path, layout: WeightFiles, write: Callable[[Path], Proof]) -> Proof:

@@ -132,5 +132,5 @@ REFUSED = [
 
 @pytest.mark.parametrize(("config", "expected"), REFUSED)
 def test_unsupported_feature_is_refused_by_its_field(config, expected, tmp_path):
-    message = refused(published(tmp_path / "model", config))
+    message = refused(published(tmp_path / "model", config), family="moe")
     assert expected in message, message

@@ -1,0 +1,74 @@
+"""Converts any config.json of transformers to the "model" block of the family (floor 0, no torch).
+
+It is for models that no hand-written family has, or with settings that it lacks.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+
+from parallel3d.base.section import ABSENT, Problem, Problems
+from parallel3d.models.transformers.facts import Unsupported, facts_of
+
+MODEL_TYPES: dict[str, tuple[str, ...]] = {}
+FREE: dict[str, str] = {}
+# Fields of the file and of its tokenizer, which an export has from elsewhere.
+_NOT_OF_THE_MODEL = {
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "sep_token_id",
+    "decoder_start_token_id",
+    "task_specific_params",
+}
+# Fields of published files that transformers does not read, with values that say what it does.
+_SAID_TWICE = {
+    "ep_size": (1,),
+    "moe_layer_freq": (1,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "seq_aux": (True, False),
+    "aux_loss_alpha": (0.001, 0.0001, 0.0),
+}
+
+
+def model_block(config: Mapping[str, object]) -> dict[str, object]:
+    """Return the "model" block of a config.json; raise Problems, whose paths are its fields."""
+    problems = list(_problems(config))
+    if problems:
+        raise Problems(problems)
+    fields = {}
+    for name, value in config.items():
+        is_said_twice = value in _SAID_TWICE.get(name, ())
+        if name not in _NOT_OF_THE_MODEL and name[:1] != "_" and not is_said_twice:
+            fields[name] = value
+    try:
+        facts_of(json.dumps(fields, sort_keys=True))
+    except Unsupported as error:
+        problem = Problem("model_type", config["model_type"], str(error), "use another model")
+        raise Problems([problem]) from None
+    return {"family": "transformers", "config": fields, "vocab_size": config["vocab_size"]}
+
+
+def _problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        yield Problem(
+            "model_type",
+            config.get("model_type"),
+            "reads more than text, which is not supported",
+            f'use its language model, whose fields are text_config (model_type "'
+            f'{inner.get("model_type")}"), in a folder of its own',
+        )
+    if config.get("quantization_config"):
+        value = config["quantization_config"]
+        rule = "quantizes the weights, which parallel3d does not support"
+        yield Problem("quantization_config", value, rule, "use another model")
+    size = config.get("vocab_size", ABSENT)
+    if type(size) is not int or size < 1:
+        yield Problem("vocab_size", size, "must be an integer above 0", "add it")
