@@ -45,8 +45,10 @@ _LONGEST = 8192
 _CLOSE = 0.01
 _CLOSE_IN_PARTS = 0.1
 _TYPES = (torch.bfloat16, torch.float32)
-_IN_SHAPE = (0, 1, 2, 3, 4, 5)  # monomials that all layers may have
-_IN_PARTS = (0, 3, 6, 7)  # those of a head in parts
+# Indices of monomials: those of most layers, of all, and of a head in parts.
+_LINEAR = (0, 1, 2, 3)
+_ALL = (0, 1, 2, 3, 4, 5)
+_IN_PARTS = (0, 3, 6, 7)
 
 
 class _NoSeeds(RandomKey):
@@ -199,15 +201,16 @@ def measured(
 
     Raises ValueError if a cost is no polynomial of the microbatch's shape.
     """
-    kinds = dict.fromkeys([NONE, *recomputes]) if place == "middle" else {NONE: None}
+    kinds = [kind for kind in recomputes if kind != NONE] if place == "middle" else []
     variants: list[Variant] = []
     for tp, group in sorted(groups.items()):
         for split in [False, True] if tp > 1 else [False]:
             for in_parts in [False, True] if place == "last" else [False]:
-                plain: dict[Shape, _Passes] = {}
+                plain = _Runs(spec, place, Setting(group, split, NONE, in_parts))
+                variants.append(_measure(plain, plain, longest))
                 for kind in kinds:
-                    setting = Setting(group, split, kind, in_parts)
-                    variants.append(_measure(spec, place, setting, longest, plain))
+                    runs = _Runs(spec, place, Setting(group, split, kind, in_parts))
+                    variants.append(_measure(runs, plain, longest))
     vocab = int(spec.config.vocab_size) if place == "last" else 0
     return MeasuredCost(tuple(variants), vocab)
 
@@ -219,66 +222,102 @@ class _Passes(NamedTuple):
     single: Pass
 
 
-def _measure(
-    spec: LayerSpec, place: Place, setting: Setting, longest: int, plain: dict[Shape, _Passes]
-) -> Variant:
-    """Return one variant; `plain` holds the passes without recomputation, which come first."""
-    rows = -(-int(spec.config.vocab_size) // setting.tp) if place == "last" else 0
-    shapes = _shapes(setting, longest, rows)
-    made: dict[Shape, _Passes] = {}
-    for seq in dict.fromkeys(shape.seq for shape in shapes):
-        layers = [Layer(spec, place, setting, dtype, seq) for dtype in _TYPES]
-        for shape in shapes:
-            if shape.seq == seq:
-                made[shape] = _Passes(*[layer.run(shape.batch) for layer in layers])
-    if setting.recompute == NONE:
-        plain.update(made)
-    costs = [_cost(made[shape], plain[shape], place, setting) for shape in shapes]
-    monomials = [monomials_at(shape, rows) for shape in shapes]
-    used = _IN_PARTS if setting.in_parts else _IN_SHAPE
-    variant = Variant(
-        setting.tp,
-        setting.sequence_parallel,
-        str(setting.recompute),
-        setting.in_parts,
-        costs[0],
-        fit(monomials[:-1], costs[:-1], used),
-        made[shapes[0]].half.forward.has_dropout,
-    )
-    close = _CLOSE_IN_PARTS if setting.in_parts else _CLOSE
-    _check(costs[-1], variant.fitted(monomials[-1]), close, f"{spec.name} on {setting.tp} ranks")
-    return variant
+class _Runs:
+    """The passes of a layer in one setting, at any shape."""
+
+    def __init__(self, spec: LayerSpec, place: Place, setting: Setting) -> None:
+        self.spec = spec
+        self.place = place
+        self.setting = setting
+        self._layers: dict[int, list[Layer]] = {}
+        self._passes: dict[Shape, _Passes] = {}
+
+    @property
+    def rows(self) -> int:
+        """Rows of the output projection on one rank; 0 in other layers than the head."""
+        vocab = int(self.spec.config.vocab_size) if self.place == "last" else 0
+        return -(-vocab // self.setting.tp)
+
+    def at(self, shape: Shape) -> _Passes:
+        """Return the passes at a shape, each measured once."""
+        seq = shape.seq
+        if seq not in self._layers:
+            self._layers[seq] = [
+                Layer(self.spec, self.place, self.setting, dtype, seq) for dtype in _TYPES
+            ]
+        if shape not in self._passes:
+            self._passes[shape] = _Passes(*[layer.run(shape.batch) for layer in self._layers[seq]])
+        return self._passes[shape]
 
 
-def _shapes(setting: Setting, longest: int, rows: int) -> list[Shape]:
-    """Return as many shapes as monomials are used, and one to check the fit.
+def _measure(runs: _Runs, plain: _Runs, longest: int) -> Variant:
+    """Return one variant; `plain` are the runs without recomputation.
+
+    It is fitted with few monomials, and if they do not predict one more shape, with all.
+    """
+    setting = runs.setting
+    attempts: list[tuple[int, ...]]
+    if setting.in_parts:
+        attempts = [_IN_PARTS]
+        shapes = _shapes_in_parts(setting.tp, runs.rows)
+    else:
+        attempts = [_LINEAR, _ALL]
+        shapes = _shapes(setting.tp, longest, runs.rows)
+    check = shapes.pop()
+    problems: list[str] = []
+    for used in attempts:
+        fitted = shapes[: len(used)]
+        costs = [_cost(runs, plain, shape) for shape in fitted]
+        monomials = [monomials_at(shape, runs.rows) for shape in fitted]
+        variant = Variant(
+            setting.tp,
+            setting.sequence_parallel,
+            str(setting.recompute),
+            setting.in_parts,
+            costs[0],
+            fit(monomials, costs, used),
+            runs.at(check).half.forward.has_dropout,
+        )
+        predicted = variant.fitted(monomials_at(check, runs.rows))
+        close = _CLOSE_IN_PARTS if setting.in_parts else _CLOSE
+        problems = _differences(_cost(runs, plain, check), predicted, close)
+        if not problems:
+            return variant
+    where = f"{runs.spec.name} on {setting.tp} ranks"
+    raise ValueError(f"the cost of {where} is no polynomial: {'; '.join(problems)}")
+
+
+def _shapes(tp: int, longest: int, rows: int) -> list[Shape]:
+    """Return as many shapes as monomials are used at most, and one to check the fit.
 
     Batches are above 1, where torch needs fewer copies.
 
     - `rows`: those of the output projection on one rank; 0 in other layers than the head.
     """
-    tp = setting.tp
-    if setting.in_parts:
-        # Sequences of which each rank has whole tokens, in 2 to 4 parts.
-        unit = -(-LOGITS_AT_ONCE // rows // (4 * tp)) * tp
-        sizes = [(2, 3), (2, 4), (3, 4), (2, 7), (3, 3)]
-        return [Shape(batch, n * unit) for batch, n in sizes]
     unit = longest // (4 * tp) * tp
-    if rows:
+    if rows:  # all logits at once
         unit = min(unit, LOGITS_AT_ONCE // rows // (16 * tp) * tp)
     unit = max(unit, tp)
-    sizes = [(2, 4), (4, 4), (2, 3), (4, 3), (2, 2), (4, 2), (3, 2)]
+    sizes = [(2, 4), (4, 4), (2, 2), (4, 2), (2, 1), (4, 1), (3, 3)]
     return [Shape(batch, n * unit) for batch, n in sizes]
 
 
-def _cost(passes: _Passes, plain: _Passes, place: Place, setting: Setting) -> LayerCost:
-    """Return the cost at one shape."""
-    half, single = passes
+def _shapes_in_parts(tp: int, rows: int) -> list[Shape]:
+    """Return shapes of which a head computes 2 to 4 parts; each rank has whole tokens."""
+    unit = -(-LOGITS_AT_ONCE // rows // (4 * tp)) * tp
+    sizes = [(2, 3), (2, 4), (3, 4), (2, 7), (3, 3)]
+    return [Shape(batch, n * unit) for batch, n in sizes]
+
+
+def _cost(runs: _Runs, plain: _Runs, shape: Shape) -> LayerCost:
+    """Return the cost at one shape; `plain` are the runs without recomputation."""
+    half, single = runs.at(shape)
+    kept = plain.at(shape).half
     forward = _work(half.forward)
     again = Work()
-    backward_collectives = tuple(plain.half.backward.collectives)
-    if setting.recompute != NONE:
-        before = plain.half.backward
+    backward_collectives = tuple(kept.backward.collectives)
+    if runs.setting.recompute != NONE:
+        before = kept.backward
         after = half.backward
         again = Work(
             tuple(without(after.products, before.products)),
@@ -286,17 +325,17 @@ def _cost(passes: _Passes, plain: _Passes, place: Place, setting: Setting) -> La
             after.traffic - before.traffic,
             tuple(without(after.collectives, before.collectives)),
         )
-    if place == "last":  # a loss takes a part of its gradient in its forward
+    if runs.place == "last":  # a loss takes a part of its gradient in its forward
         traffic = (half.forward.traffic + half.backward.traffic) // 3
         forward = replace(forward, traffic=traffic)
-        if setting.in_parts:
+        if runs.setting.in_parts:
             first = forward.matmuls[0]
             tokens = sum(product.m for product in forward.matmuls)
             forward = replace(forward, matmuls=(MatMul(tokens, first.k, first.n),))
             again = Work(forward.matmuls)
     saved = half.saved.kept_as(single.saved)
     working = half.peak.kept_as(single.peak) - saved
-    unfused = plain.half.saved.unfused - half.saved.unfused
+    unfused = kept.saved.unfused - half.saved.unfused
     return LayerCost(
         0,
         forward,
@@ -323,16 +362,15 @@ def _together(attentions: Sequence[Attention]) -> Attention | None:
     return first._replace(heads=heads, kv_heads=sum(a.kv_heads for a in attentions))
 
 
-def _check(cost: LayerCost, predicted: LayerCost, close: float, name: str) -> None:
-    """Raise ValueError unless the prediction is right: close in memory and traffic, else equal."""
-    problems = []
+def _differences(cost: LayerCost, predicted: LayerCost, close: float) -> list[str]:
+    """Return where a prediction is wrong: far in memory or traffic, or not equal in others."""
+    differences = []
     if _operations(cost) != _operations(predicted):
-        problems.append(f"{_operations(cost)}, not {_operations(predicted)}")
+        differences.append(f"{_operations(cost)}, not {_operations(predicted)}")
     for number, value in zip(_sizes(cost), _sizes(predicted), strict=True):
         if abs(number - value) > close * abs(number):
-            problems.append(f"{number}, not {value}")
-    if problems:
-        raise ValueError(f"the cost of {name} is no polynomial: {'; '.join(problems)}")
+            differences.append(f"{number}, not {value}")
+    return differences
 
 
 def _operations(cost: LayerCost) -> LayerCost:

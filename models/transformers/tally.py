@@ -23,11 +23,22 @@ _KINDS: Any = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
+    "allgather_into_tensor_coalesced_": "all_gather",  # one operation for each sample, as one call
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
 }
 _PRODUCTS = ("mm", "addmm")
 _BATCHED_PRODUCTS = ("bmm", "baddbmm")
 # Operators whose memory traffic is not counted: products, collectives, and what moves nothing.
-_NO_TRAFFIC = ("mm", "bmm", "addmm", "baddbmm", "empty", "new_empty", "detach", *_KINDS)
+_NO_TRAFFIC = (
+    *_PRODUCTS,
+    *_BATCHED_PRODUCTS,
+    "_grouped_mm",
+    "_scaled_dot",
+    "empty",
+    "new_empty",
+    "detach",
+    *_KINDS,
+)
 
 
 @dataclass
@@ -131,8 +142,17 @@ class Tally(TorchDispatchMode):
             self.operations.products.append(MatMul(len(x), x.shape[1], weight.shape[1]))
         elif name in _BATCHED_PRODUCTS:
             x, y = tensors_in(args)[-2:]
-            # Not as a batch, because those are the products of experts.
+            # Without a batch, because those are the products of experts.
             self.operations.products.append(MatMul(len(x) * x.shape[1], x.shape[2], y.shape[2]))
+        elif name == "_grouped_mm":
+            x, weights = args[:2]
+            if weights.dim() == 3:  # else it is the gradient of weights
+                self.count_groups(x, weights)
+
+    def count_groups(self, x: Tensor, weights: Tensor) -> None:
+        """Count a product of even groups: x [rows, n], weights [groups, n, m]."""
+        groups, n, m = weights.shape
+        self.operations.products.append(MatMul(len(x) // groups, n, m, groups))
 
     def held_by(self, tensor: Tensor) -> Held:
         """Return the memory of a tensor's storage."""
@@ -304,8 +324,7 @@ class _FusedKernels:
         """Count a product of even groups in place of `tensor.experts`, which has to know loads."""
         if b.dim() == 2:
             return a.new_empty(len(ends), a.shape[0], b.shape[1])
-        product = MatMul(len(a) // len(b), b.shape[1], b.shape[2], len(b))
-        self.tally.operations.products.append(product)
+        self.tally.count_groups(a, b)
         return a.new_empty(len(a), b.shape[2])
 
 

@@ -4,8 +4,6 @@ All of it in one process: as the last rank, which has the largest part of all, o
 "fake" backend, whose collectives send nothing and hold no memory.
 """
 
-import itertools
-from collections import Counter
 from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import NamedTuple
@@ -14,39 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from parallel3d.model.recompute import FULL, NONE
-from parallel3d.model.spec import Collective
+from parallel3d.models.transformers.tally import Tally, key_of
 from parallel3d.pipeline.stages import Stages
 from tests.contexts import layer_context
 from tests.models.cost_cases import SHAPE, cases_of
-
-KINDS = {
-    "allreduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "allgather_into_tensor_coalesced_": "all_gather",  # one operation for each sample, as one call
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-}
-# Products, the attention, collectives, and what moves nothing.
-NO_TRAFFIC = (
-    "mm",
-    "bmm",
-    "addmm",
-    "_grouped_mm",
-    "_scaled_dot",
-    "empty",
-    "new_empty",
-    "detach",
-    *KINDS,
-)
 
 
 def flops_of_groups(a, b, *_, **__):
@@ -141,12 +115,13 @@ class Layer:
         side_losses = *spec.side_losses, *([spec.loads] if spec.num_experts else [])
         self.stages = Stages({0: [self.module]}, full, {self.module: side_losses})
         tensors = [*self.module.parameters(), *self.module.buffers(), self.x, self.tokens]
-        self.known = {t.untyped_storage().data_ptr() for t in tensors}
-        with Alive(self.known) as first:
+        self.known = {key_of(t) for t in tensors}
+        self.dtype = dtype
+        with Tally(self.known, dtype) as first:
             self.run()  # allocates the tensors that stay from then on
-            first.tick()
-        self.resident = sum(size for _, size, _, _ in first.living.values())
-        self.known |= {pointer for *_, pointer in first.living.values()}
+        living = first.living()
+        self.resident = sum(held.total for held in living.values())
+        self.known |= living.keys()
 
     def run(self):
         """The forward pass; the layer's input is made inside, and so it is counted."""
@@ -165,8 +140,7 @@ class Layer:
         seen = {}
 
         def pack(tensor):
-            storage = tensor.untyped_storage()
-            seen[storage.data_ptr()] = storage.nbytes()
+            seen[key_of(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -178,22 +152,21 @@ class Layer:
 
         Besides, the collectives of forward and backward, and the products of the forward.
         """
-        with Alive(self.known) as alive:
-            with Operators(self.known) as forward:
-                y = self.run()
-            result = StorageWeakRef(y.untyped_storage()).cdata
-            middle = alive.time + 1
-            with Operators(self.known) as backward:
-                self.backward(y)
-            alive.tick()
-            gradients = {
-                StorageWeakRef(p.grad.untyped_storage()).cdata
-                for p in self.module.parameters()
-                if p.grad is not None  # a bias that balances loads moves by counts
-            }
-            most = alive.most(0, middle, gradients)
-            most = max(most, alive.most(middle, alive.time, gradients | {result}))
-        return most, (forward.collectives, backward.collectives), forward.products
+        with Tally(self.known, self.dtype) as tally:
+            y = self.run()
+            forward = tally.start_pass()
+            middle = tally.time + 1
+            self.backward(y)
+            backward = tally.start_pass()
+        gradients = {
+            key_of(p.grad)
+            for p in self.module.parameters()
+            if p.grad is not None  # a bias that balances loads moves by counts
+        }
+        most = tally.most(0, middle, gradients).total
+        most = max(most, tally.most(middle, tally.time, gradients | {key_of(y)}).total)
+        products = [product[:3] for product in forward.products]
+        return most, (forward.collectives, backward.collectives), products
 
     def flops(self):
         """Of forward and backward."""
@@ -212,87 +185,10 @@ class Layer:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(F, "rms_norm", rms_norm)
             self.module.zero_grad()
-            with Operators(self.known) as forward:
+            with Tally(self.known, self.dtype) as tally:
                 y = self.run()
-            with Operators(self.known) as backward:
+                forward = tally.start_pass()
                 self.backward(y)
+                backward = tally.start_pass()
         made = 0 if self.place == "first" else 2 * self.x.numel()  # the input, in `run`
         return forward.traffic - made, backward.traffic
-
-
-class Operators(TorchDispatchMode):
-    """The collectives (of whole tensors) and products that run, and what other operators move."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.known = known
-        self.collectives = []
-        self.products = []
-        self.traffic = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.__name__.split(".")[0]
-        read = tensors_in((args, kwargs))
-        written = tensors_in(out)
-        if name in KINDS:
-            elements = max(sum(t.numel() for t in tensors_in(arg)) for arg in args)
-            self.collectives.append(Collective(KINDS[name], elements))
-        if name in ("mm", "addmm"):
-            x, weight = tensors_in(args)[-2:]
-            self.products.append((*x.shape, weight.shape[1]))
-        if name == "_grouped_mm":
-            x, weights = args[:2]
-            self.products.append((len(x) // len(weights), *weights.shape[1:]))
-        storages = {t.untyped_storage()._cdata for t in read}
-        moved = func._schema.is_mutable or any(
-            t.untyped_storage()._cdata not in storages for t in written
-        )
-        if moved and not name.startswith(NO_TRAFFIC):
-            read = [t for t in read if t.untyped_storage().data_ptr() not in self.known]
-            self.traffic += sum(t.numel() for t in (*read, *written))
-        return out
-
-
-def tensors_in(tree):
-    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
-
-
-class Alive(TorchDispatchMode):
-    """The bytes of the storages that are alive at each operator, what they were born as."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.known = known
-        self.time = 0
-        self.lives = []
-        self.living = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.tick()
-        out = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(out):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self.known:
-                reference = StorageWeakRef(storage)
-                born = reference, storage.nbytes(), self.time, storage.data_ptr()
-                self.living.setdefault(reference.cdata, born)
-        return out
-
-    def tick(self):
-        for key, (reference, size, born, _) in list(self.living.items()):
-            if reference.expired():
-                self.lives.append((size, born, self.time))
-                del self.living[key]
-        self.time += 1
-
-    def most(self, start, stop, without):
-        """The most bytes alive at one of the operators [start, stop)."""
-        self.tick()
-        change = Counter()
-        for size, born, died in self.lives:
-            change[born] += size
-            change[died + 1] -= size
-        for key, (_, size, born, _) in self.living.items():
-            change[born] += size if key not in without else 0
-        return max([*itertools.accumulate(change[time] for time in range(stop))][start:])
