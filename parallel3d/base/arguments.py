@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,6 +51,15 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
 
+    def parse_known_args(  # type: ignore[override]  # its overloads are for other namespaces
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as argparse does, with DeepSpeed's own names of `--config`."""
+        words = [*(sys.argv[1:] if args is None else args)]
+        if "--config" in self._option_string_actions:
+            words = _with_config(words)
+        return super().parse_known_args(words, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Print flag, rule and remedy without the usage, and exit with code 2."""
         for pattern, wording in _OF_ARGPARSE:
@@ -67,7 +76,7 @@ class Parser(argparse.ArgumentParser):
             "--config",
             required=required,
             metavar="FILE",
-            help="path of a config file, or a name in configs/",
+            help="path of a config file, or a name in configs/ (also --deepspeed_config FILE)",
         )
 
     def add_json(self) -> None:
@@ -84,6 +93,23 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--trace", type=output_file, metavar="FILE", help="write a trace for Perfetto"
         )
+
+
+def _with_config(words: Sequence[str]) -> list[str]:
+    """Return the words with `--config` for `--deepspeed_config FILE` and `--deepspeed FILE`.
+
+    Scripts for DeepSpeed take `--deepspeed` alone, too, as the switch that turns it on.
+    """
+    result = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        name, equals, value = word.partition("=")
+        is_switch = name == "--deepspeed" and not equals and following.startswith("-")
+        if is_switch:
+            continue
+        if name in ("--deepspeed", "--deepspeed_config"):
+            word = f"--config{equals}{value}"
+        result.append(word)
+    return result
 
 
 def prints_errors_as(command: str) -> Callable[[Callable[[], int]], Callable[[], int]]:

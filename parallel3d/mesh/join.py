@@ -14,9 +14,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from parallel3d.base.errors import TrainingError, pack_error, unpack_error
+from parallel3d.base.errors import RankError, TrainingError, pack_error, unpack_error
 from parallel3d.mesh.groups import BACKEND, choose_backend, options_of
-from parallel3d.mesh.launch import Launch
+from parallel3d.mesh.launch import Launch, describe_variables
 from parallel3d.mesh.pulse import rank as pulse
 
 _START = "rank 0 starts"  # key in the store: "", or the error that kept rank 0 from starting
@@ -25,6 +25,10 @@ _ADDRESS = "an address between nodes"  # key in the store
 _ARRIVED = "ranks that know their interface"  # key in the store
 _STORE_SECONDS = 5.0  # after which a store that refuses connections is gone
 _PATIENCE = timedelta(seconds=30)  # for ranks that may not have reached the store yet
+# Ranks that no launcher we know has started: seconds from the start of a process until its message,
+# and how long it waits for the others at least.
+_SECONDS_OF_UNKNOWN = 25.0
+_LEAST_SECONDS_OF_UNKNOWN = 5.0
 STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
 _MOST_FILES = 2**20  # some containers allow 2^30, and subprocesses close each of them
 
@@ -118,16 +122,33 @@ def lost_peer(error: Exception) -> str:
 
 
 def meet(launch: Launch, patience: timedelta) -> dist.Store:
-    """Return the store through which the ranks find each other; waits up to `patience`."""
+    """Return the store through which the ranks find each other; waits up to `patience`.
+
+    Raises RankError if the launcher is not known and the other ranks do not come.
+    """
     global _store
     # Here, because rank 0 may refuse to start, and say so, before it joins.
     os.environ.setdefault("MASTER_ADDR", socket.gethostname())
-    os.environ.setdefault("MASTER_PORT", "29500")
+    os.environ.setdefault("MASTER_PORT", str(launch.port))
     if _store is None:
         _refuse_lost_store()
-        _store, *_ = next(
-            dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience)
-        )
+        wait = patience if launch.is_known else min(patience, _patience_of_unknown())
+        try:
+            _store, *_ = next(
+                dist.rendezvous("env://", launch.rank, launch.world_size, timeout=wait)
+            )
+        except dist.DistError as error:
+            if launch.is_known:
+                raise
+            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            reason = str(error).partition("\n")[0]
+            raise RankError(
+                f"the {launch.world_size} ranks have not met at {place} within "
+                f"{wait.total_seconds():.0f} s ({reason}). The launcher is not one that parallel3d "
+                f"knows; found {describe_variables()}. Start all ranks at once, with a "
+                "MASTER_ADDR that each can reach, or use deepspeed, torchrun, srun or mpirun"
+            ) from None
+        _store.set_timeout(patience)
     store = _store
     # On one node torchrun's store survives a restart; on several, `--rdzv_backend c10d` renews it.
     if launch.local_world_size == launch.world_size:
@@ -158,6 +179,12 @@ def _refuse_lost_store() -> None:
             time.sleep(0.2)
         except OSError:  # torch knows more about names and networks
             return
+
+
+def _patience_of_unknown() -> timedelta:
+    """Return how long ranks of an unknown launcher wait for each other."""
+    age = time.time() - psutil.Process().create_time()
+    return timedelta(seconds=max(_LEAST_SECONDS_OF_UNKNOWN, _SECONDS_OF_UNKNOWN - age))
 
 
 def allow_open_files() -> None:
