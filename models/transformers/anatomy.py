@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -86,6 +87,8 @@ def find(config: str) -> Facts:
                 own = f"{child}.table.{name}"
             embedding.append(_spec(own, parameter, place, inits[f"{prefix}{child}.{name}"]))
     blocks = []
+    first: dict[object, int] = {}
+    kinds = []
     for number, layer in enumerate(skeleton.layers):
         plan = LayerPlan(skeleton, number)
         specs = []
@@ -93,6 +96,7 @@ def find(config: str) -> Facts:
             init = inits[f"{prefix}{skeleton.list}.{number}.{name}"]
             specs.append(_spec(f"layer.{name}", parameter, plan.place(name), init))
         blocks.append(tuple(specs))
+        kinds.append(first.setdefault(_kind(plan, specs), number))
     head = []
     for child in skeleton.watched.after:
         for name, parameter in getattr(skeleton.base, child).named_parameters():
@@ -113,6 +117,7 @@ def find(config: str) -> Facts:
         head=tuple(head),
         tied=tied,
         cut=_share_cut(spec for block in blocks for spec in block),
+        kinds=tuple(kinds),
         isolates=skeleton.has_interface,
     )
 
@@ -132,6 +137,13 @@ def _spec(name: str, like: nn.Parameter, place: Place, init: Init) -> ParamSpec:
         partial=place.partial,
         whole=place.whole,
     )
+
+
+def _kind(plan: LayerPlan, specs: list[ParamSpec]) -> object:
+    """Return what decides on a layer's cost: its modules, its parameters, and its attention."""
+    modules = [(name, type(module)) for name, module in plan.layer.named_modules()]
+    params = [replace(spec, init=Init()) for spec in specs]
+    return tuple(modules), tuple(params), tuple(plan.calls.items())
 
 
 def _share_cut(specs: Iterator[ParamSpec]) -> float:

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -25,7 +24,7 @@ from parallel3d.model.spec import Init, ParamSpec
 
 FORM = 1
 """The number of this form of the facts; a file of another form is written anew."""
-_ANATOMY = "parallel3d.models.transformers.anatomy"
+ANATOMY = "parallel3d.models.transformers.anatomy"
 
 
 class Unsupported(ValueError):
@@ -54,6 +53,7 @@ class Facts:
     - `tied`: the name of the output projection's parameter and that of the embedding's table, if
       they are one.
     - `cut`: the share of the layers' parameters that tensor parallelism cuts.
+    - `kinds`: for each block the number of the first one that costs the same.
     - `isolates`: attention can stay within documents, and share a sample among ranks.
     """
 
@@ -63,6 +63,7 @@ class Facts:
     head: tuple[ParamSpec, ...]
     tied: tuple[tuple[str, str], ...]
     cut: float
+    kinds: tuple[int, ...]
     isolates: bool
 
     @classmethod
@@ -75,6 +76,7 @@ class Facts:
             head=_params(found["head"]),
             tied=tuple((copy, original) for copy, original in found["tied"]),
             cut=found["cut"],
+            kinds=tuple(found["kinds"]),
             isolates=found["isolates"],
         )
 
@@ -108,9 +110,10 @@ def facts_of(config: str) -> Facts:
     - `config`: the fields of its config.json, as JSON with sorted keys.
     """
     if "torch" in sys.modules:
-        facts: Facts = import_module(_ANATOMY).find(config)
+        facts: Facts = import_module(ANATOMY).find(config)
         return facts
-    found = json.loads(_asked(config))
+    kind = json.loads(config).get("model_type")
+    found = json.loads(asked(ANATOMY, config, f"reading the parts of {kind} (once)"))
     if "unsupported" in found:
         raise Unsupported(found["unsupported"])
     return Facts.of(found)
@@ -119,35 +122,43 @@ def facts_of(config: str) -> Facts:
 def answer(config: str) -> str:
     """Return the facts of a model, or why it is not supported, as JSON."""
     try:
-        return json.dumps(asdict(import_module(_ANATOMY).find(config)))
+        return json.dumps(asdict(import_module(ANATOMY).find(config)))
     except Unsupported as error:
         return json.dumps({"unsupported": str(error)})
 
 
-def _asked(config: str) -> str:
-    """Return the answer of another process, from a file if it was asked before."""
+def asked(module: str, request: str, purpose: str) -> str:
+    """Return the answer of a module that is run with a request, from a file if it was asked before.
+
+    - `request`: the text that it reads; its answer is one line. `purpose`: shown while it runs.
+
+    Raises Unsupported if it fails.
+    """
     versions = [version(name) for name in ("parallel3d", "transformers", "torch")]
-    key = blake2b(json.dumps([FORM, config, versions]).encode(), digest_size=16).hexdigest()
+    asks = json.dumps([FORM, module, request, versions])
+    key = blake2b(asks.encode(), digest_size=16).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "parallel3d/models"
     path = folder / f"{key}.json"
-    with suppress(OSError):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = Lock(path.with_suffix(".lock"))
-        lock.wait(lambda: None)
-        try:
-            if not path.exists():
-                replace_text(path, _started(config))
-            return path.read_text(encoding="utf-8")
-        finally:
-            lock.release()
-    return _started(config)  # the folder cannot be written
+    except OSError:
+        return _started(module, request, purpose)
+    lock = Lock(path.with_suffix(".lock"))
+    lock.wait(lambda: None)
+    try:
+        if not path.exists():
+            replace_text(path, _started(module, request, purpose))
+        return path.read_text(encoding="utf-8")
+    finally:
+        lock.release()
 
 
-def _started(config: str) -> str:
+def _started(module: str, request: str, purpose: str) -> str:
     """Return the answer of a process that is started for it."""
+    print(purpose, file=sys.stderr, flush=True)
     done = subprocess.run(
-        [sys.executable, "-m", _ANATOMY],
-        input=config,
+        [sys.executable, "-m", module],
+        input=request,
         capture_output=True,
         text=True,
         check=False,

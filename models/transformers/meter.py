@@ -394,18 +394,19 @@ def _sizes(cost: LayerCost) -> list[int]:
 
 
 def layers_of(section: dict[str, Any]) -> list[LayerSpec]:
-    """Return one layer of each kind of a model, the embedding first and the head last.
+    """Return one layer of each kind of a model, without the embedding and the head.
+
+    Their costs are written (`transformer_cost`).
 
     - `section`: the model's section of a config.
     """
-    layers = models.layers(models.config_class(section["family"])(**section))
-    first, *blocks, last = layers
+    _, *blocks, _ = models.layers(models.config_class(section["family"])(**section))
     kinds: list[LayerSpec] = []
     for block in blocks:
         known = [(kind.build, kind.cost) for kind in kinds]
         if (block.build, block.cost) not in known:
             kinds.append(block)
-    return [first, *kinds, last]
+    return kinds
 
 
 def measured_layers(
@@ -416,14 +417,15 @@ def measured_layers(
 ) -> dict[str, MeasuredCost]:
     """Return the measured cost of each layer, by its name; the arguments are those of `measured`.
 
-    - `layers`: the first is an embedding, the last a head.
+    - `layers`: one that is named "embedding" takes tokens, one that is named "head" has logits.
     - `tps`: numbers of tensor-parallel ranks besides 1.
     """
     groups = make_fake_groups([1, *tps])
-    places: dict[int, Place] = {0: "first", len(layers) - 1: "last"}
+    places: dict[str, Place] = {"embedding": "first", "head": "last"}
     costs = {}
-    for i, layer in enumerate(layers):
-        costs[layer.name] = measured(layer, places.get(i, "middle"), groups, recomputes, longest)
+    for layer in layers:
+        place = places.get(layer.name, "middle")
+        costs[layer.name] = measured(layer, place, groups, recomputes, longest)
     return costs
 
 

@@ -5,17 +5,20 @@ The config of the architecture is a block of its own; all sizes come from it.
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 
 from parallel3d.base.section import Problem
-from parallel3d.model.module_cost import RMS_NORM, AttentionCost, MlpCost
-from parallel3d.model.spec import LayerSpec
-from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
+from parallel3d.model.measured_cost import MeasuredCost
+from parallel3d.model.module_cost import RMS_NORM
+from parallel3d.model.recompute import NONE, Recompute
+from parallel3d.model.spec import LayerCost, LayerSpec, Shape
+from parallel3d.model.transformer_cost import EmbeddingCost, HeadCost
 from parallel3d.models.common import ImportedSection, vocab_size
-from parallel3d.models.transformers.facts import Facts, Sizes, Unsupported, facts_of
+from parallel3d.models.transformers.facts import Facts, Sizes, Unsupported, asked, facts_of
 
 
 def _as_json(value: object) -> str:
@@ -111,28 +114,66 @@ class Config(ImportedSection):
             yield Problem("config.model_type", kind, str(error), "use another model")
 
 
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """The cost of a layer, measured when it is asked for the first time: a `CostOf`."""
+
+    model: str
+    """The section of the config, as JSON."""
+    layer: str
+    """The name of the first layer that costs the same."""
+
+    def __call__(
+        self,
+        shape: Shape,
+        tp: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = NONE,
+    ) -> LayerCost:
+        """Return the cost of one microbatch."""
+        cost = costs_of(self.model, tp)[self.layer]
+        return cost(shape, tp, sequence_parallel, recompute)
+
+
+@lru_cache(maxsize=64)
+def costs_of(model: str, tp: int) -> dict[str, MeasuredCost]:
+    """Return the measured costs of a model's layers on one rank and on `tp`, by name.
+
+    - `model`: the section of its config, as JSON.
+    """
+    section = json.loads(model)
+    tps = [tp] if tp > 1 else []
+    request = {"model": section, "tp": tps, "recompute": ["core_attn", "full"]}
+    kind = section["config"].get("model_type")
+    purpose = f"measuring the layers of {kind} at tp {tp} on the meta device (once)"
+    text = asked(METER, json.dumps(request, sort_keys=True), purpose)
+    return TypeAdapter(dict[str, MeasuredCost]).validate_json(text)
+
+
+METER = "parallel3d.models.transformers.meter"
+
+
 @lru_cache(maxsize=16)
 def layers(config: Config) -> list[LayerSpec]:
     """Return what is before the layers, the layers, and the head."""
     facts = config.facts
-    hidden = config.hidden_size
     vocab = vocab_size(config)
-    attention = AttentionCost(
-        config.num_attention_heads, config.num_key_value_heads, config.head_size
-    )
-    cost = BlockCost(hidden, RMS_NORM, (attention, MlpCost(config.inner_size)))
+    known = {"family", "config", "vocab_size"}
+    model = json.dumps(config.model_dump(mode="json", include=known), sort_keys=True)
+
+    hidden = config.hidden_size
     build = "parallel3d.models.transformers.blocks:"
-    first = LayerSpec(
-        "embedding", facts.embedding, EmbeddingCost(hidden), f"{build}Embedding", config
-    )
-    blocks = [
-        LayerSpec(f"blocks.{number}", params, cost, f"{build}Block", config)
-        for number, params in enumerate(facts.blocks)
+    blocks = []
+    for number, params in enumerate(facts.blocks):
+        cost = MeasuredLayer(model, f"blocks.{facts.kinds[number]}")
+        blocks.append(LayerSpec(f"blocks.{number}", params, cost, f"{build}Block", config))
+    first = EmbeddingCost(hidden)
+    last = HeadCost(hidden, vocab, RMS_NORM)
+    return [
+        LayerSpec("embedding", facts.embedding, first, f"{build}Embedding", config),
+        *blocks,
+        LayerSpec("head", facts.head, last, f"{build}Head", config, facts.tied),
     ]
-    head = LayerSpec(
-        "head", facts.head, HeadCost(hidden, vocab, RMS_NORM), f"{build}Head", config, facts.tied
-    )
-    return [first, *blocks, head]
 
 
 def small(config: Config, tp: Sequence[int]) -> dict[str, Any]:
