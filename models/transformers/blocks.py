@@ -27,6 +27,11 @@ class _Around(nn.Module):
         self.skeleton = skeleton
         self.context = context
 
+    @staticmethod
+    def prepare(config: Config) -> None:
+        """Build the skeleton of the model, which has no weights to shard."""
+        skeleton_of(config)
+
     def open(self, shell: nn.Module, port: Port) -> None:
         """Set the model to call, and its port for this layer."""
         # Not as modules, whose parameters they would count as.
@@ -41,6 +46,7 @@ class _Around(nn.Module):
         - `x`: the layer's input; its first two dims are those of the tokens here.
         - `given`: what the port's layer gets; None: what the model gives it.
         """
+        self.skeleton.move_buffers(x.device)
         shell: Any = self.shell
         port: Any = self.port
         batch, seq = x.shape[:2]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -47,7 +48,9 @@ class Copied(CutModule):
             if name not in _OF_MODULES and "_hooks" not in name:
                 self.__dict__[name] = value
         for name, buffer in like._buffers.items():
-            self.register_buffer(name, None if buffer is None else buffer.clone(), False)
+            device = torch.empty(0).device  # where modules are built
+            copy = None if buffer is None else buffer.clone().to(device)
+            self.register_buffer(name, copy, persistent=False)
         for name, value in like._parameters.items():
             self.register_parameter(name, None if value is None else parameters[name])
 

@@ -201,6 +201,7 @@ class Skeleton:
         if not self.token:
             raise Unsupported("does not look its tokens up in a table of the base model first")
         self._check_parameters()
+        self._device = torch.device("cpu")
         self.width = 1
         self.width = self._find_width()
         self.logits = self._find_logits()
@@ -248,6 +249,15 @@ class Skeleton:
         """Return the model around another base and another output projection."""
         model = _with_module(self.model, self.prefix, base)
         return _with_module(model, self.output, output)
+
+    def move_buffers(self, device: torch.device) -> None:
+        """Move the tables that the model's own modules hold (frequencies) to a device, once."""
+        if device == self._device:
+            return
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+        self._device = device
 
     def inputs_of(self, batch: int, seq: int, like: Tensor) -> dict[str, Any]:
         """Return inputs in place of embeddings that no layer reads, and without a cache."""

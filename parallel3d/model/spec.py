@@ -312,7 +312,8 @@ class LayerSpec:
     """One layer of a model, the unit that the pipeline assigns to stages.
 
     - `build`: the module as "package.module:Class". It is imported only where torch is needed, and
-      called as `Class(config, name, context)`.
+      called as `Class(config, name, context)`. If it has `prepare(config)`, that is called before,
+      where modules are not sharded as they are made.
     - `tied`: maps a parameter of this layer to the global name of the parameter it shares its value
       with.
     - `active`: the share of a parameter's elements that each token uses, by name, where it is not

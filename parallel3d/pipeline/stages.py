@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +160,11 @@ def build_stages(
         s for s, coord in enumerate(schedule.pp_coord_of_stage) if coord == mesh.pipeline.coord
     ]
     modules: dict[str, nn.Module] = {}
+    for s in own_stages:
+        for i in placement[s]:
+            prepare = getattr(_class_of(layers[i]), "prepare", None)
+            if prepare is not None:  # outside, where ZeRO-3 does not shard what modules make
+                prepare(layers[i].config)
     with building(settings, mesh):
         for s in own_stages:
             for i in placement[s]:
@@ -224,10 +230,13 @@ def _refuse_whole_samples(
 
 def build_layer(layer: LayerSpec, context: LayerContext) -> nn.Module:
     """Return a layer's module; its parameters have no values yet."""
-    module_name, _, class_name = layer.build.partition(":")
-    build = getattr(import_module(module_name), class_name)
-    module: nn.Module = build(layer.config, layer.name, context)
+    module: nn.Module = _class_of(layer)(layer.config, layer.name, context)
     return module
+
+
+def _class_of(layer: LayerSpec) -> Any:
+    module_name, _, class_name = layer.build.partition(":")
+    return getattr(import_module(module_name), class_name)
 
 
 def _tie(
