@@ -2,7 +2,7 @@
 
 A process that has no process group runs it, because it makes one of the "fake" backend:
 
-    echo '{"model": {...}, "tp": [1, 2], "recompute": ["none", "full"]}' |
+    echo '{"model": {...}, "ranks": [1, 2], "recompute": ["none", "full"]}' |
         python -m parallel3d.models.transformers.meter
 
 It prints the `MeasuredCost` of each layer of `layers_of`, by the layer's name.
@@ -435,7 +435,7 @@ def answer(request: str) -> str:
     section = asked["model"]
     kinds = [parse(kind) for kind in asked["recompute"]]
     longest = min(_LONGEST, section.get("max_position_embeddings") or _LONGEST)
-    costs = measured_layers(layers_of(section), asked["tp"], kinds, longest)
+    costs = measured_layers(layers_of(section), asked["ranks"], kinds, longest)
     return COSTS.dump_json(costs).decode()
 
 

@@ -143,7 +143,7 @@ def costs_of(model: str, tp: int) -> dict[str, MeasuredCost]:
     """
     section = json.loads(model)
     tps = [tp] if tp > 1 else []
-    request = {"model": section, "tp": tps, "recompute": ["core_attn", "full"]}
+    request = {"model": section, "ranks": tps, "recompute": ["core_attn", "full"]}
     kind = section["config"].get("model_type")
     purpose = f"measuring the layers of {kind} at tp {tp} on the meta device (once)"
     text = asked(METER, json.dumps(request, sort_keys=True), purpose)
