@@ -89,7 +89,7 @@ def test_task_of_srun_is_a_rank_while_it_lives(launch_of):
 
 
 @pytest.mark.parametrize(
-    ("variables", "found"),
+    ("variables", "words"),
     [
         ({"WORLD_SIZE": 4}, "found WORLD_SIZE=4"),
         ({"LOCAL_RANK": 1, "WORLD_SIZE": 2}, "found LOCAL_RANK=1, WORLD_SIZE=2"),
