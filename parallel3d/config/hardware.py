@@ -158,8 +158,13 @@ class Hardware(Section):
     """Efficiencies measured on this machine (`parallel3d plan --calibrate`); null: fitted ones."""
 
     def peak(self, dtype: str) -> float | None:
-        """Return the peak dense FLOP/s in `dtype`, or None if no source states it."""
+        """Return the peak dense FLOP/s in `dtype`, or None if no source states it.
+
+        Devices with bf16 multiply fp16 at the same rate.
+        """
         figure = self.peak_flops.get(dtype)
+        if figure is None and dtype == "fp16":
+            figure = self.peak_flops.get("bf16")
         return figure.value if figure else None
 
     def sharing(self, devices: int) -> int:

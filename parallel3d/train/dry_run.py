@@ -16,8 +16,9 @@ from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import plan_rows, plan_table
 from parallel3d.plan.report.plan_rows import checkpoint_bytes, choose, weights_for
-from parallel3d.plan.search.plans import Plan, choices_json, request_of, with_vocabulary
+from parallel3d.plan.search.plans import Plan, choices_json, request_of
 from parallel3d.plan.setting import Setting, leaves_weights_open
+from parallel3d.plan.vocabulary import with_vocabulary
 from parallel3d.train.known_hardware import described_hardware, machine_of
 
 
@@ -36,7 +37,7 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
         config, plan = choose(config, devices, machine_of(config, launch))
         setting = plan.setting
     else:
-        resolved = with_vocabulary(config).resolve(devices)
+        resolved = with_vocabulary(config, may_guess=True).resolve(devices)
         device = pick_device(launch)
         known = described_hardware(config, device)
         if leaves_weights_open(config):

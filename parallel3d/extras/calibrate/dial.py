@@ -31,7 +31,8 @@ from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.report.plan_rows import choose, devices_of
 from parallel3d.plan.report.plan_table import count as in_short
-from parallel3d.plan.search.plans import Plan, with_vocabulary
+from parallel3d.plan.search.plans import Plan
+from parallel3d.plan.vocabulary import with_vocabulary
 from parallel3d.train.known_hardware import described_hardware
 from parallel3d.train.progress import in_words
 from parallel3d.verify.local_ranks import run_locally

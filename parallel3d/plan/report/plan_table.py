@@ -21,6 +21,7 @@ from parallel3d.plan.setting import BYTES, Setting
 from parallel3d.plan.time.operators import OFF_TILES, TILE_BYTES, curves_for, fits_tiles, machine_of
 from parallel3d.plan.time.sharding import slowest_matrix_work
 from parallel3d.plan.time.step import TIMES
+from parallel3d.plan.vocabulary import VOCABULARY
 
 Row = dict[Column, Cell]  # the cell of each column
 
@@ -61,11 +62,17 @@ def nothing_fits(least: Plan) -> str:
     request = least.request
     flow, _, state = least.setting.choices
     fixed = f"fewer fixed choices (now {', '.join(request.fixed)}), " if request.fixed else ""
+    no_host = ""
+    if request.hardware.host is None:
+        no_host = (
+            '. Offload was not searched, because the hardware file has no "host" (memory_bytes, '
+            "device_bandwidth, adam_params): add it"
+        )
     return (
         f"NOTHING FITS on {request.devices:,} x {request.hardware.name}: the smallest plan needs "
         f"{gib(least.memory.total)} GiB, with {flow.mesh.label}, ZeRO-{state.zero_stage}, micro "
         f"batch {flow.micro_batch}, recompute {flow.recompute}, offload: {least.offload} "
-        f"({least.reason}); use {fixed}more devices, or devices and hosts with more memory"
+        f"({least.reason}); use {fixed}more devices, or devices and hosts with more memory{no_host}"
     )
 
 
@@ -89,6 +96,9 @@ def say_heading(request: Request, out: Console) -> None:
         f"{request.workload.precision} on {request.devices:,} x {hardware.name}; a step of "
         f"{batch:,} x {seq:,} = {count(batch * seq)} tokens{tokens}",
     )
+    for note in config.notes:
+        if note.startswith(VOCABULARY):
+            terminal.say(out, note)
     if request.batch_sizes:
         terminal.say(out, "memory and time of a step are those of the largest batch")
     _say_off_tiles(request, out)

@@ -34,6 +34,8 @@ OFFLOAD_GAIN = 0.1
 """The share of a step that an offload must save: the figures of hosts are assumed, not measured."""
 CP_GAIN = 0.03
 """The share of a step that context parallelism must save: less is within the planner's error."""
+_LEAN_MESHES = 30  # meshes that are searched for the plan with the least memory
+_OF_A_MESH = 4  # settings of each of these
 _TRIED = 4  # settings of a mesh that are compared to find the smallest of these
 _SAFE = 1 - 1e-9  # a bound and a simulation may be rounded differently
 
@@ -76,7 +78,11 @@ def search(request: Request, rows: int = 20, per_mesh: int | None = None) -> Ran
             if plans := tuple(islice(work.best_first(most), rows)):
                 break
         too_large = work.too_large(plans[0].time.seconds if plans else float("inf"))
-        least = None if plans else evaluate(request, work.leanest())
+        least = None
+        if not plans:
+            # Rows that are shown come first: of equal plans the sentence below names one of them.
+            small = [*too_large, evaluate(request, work.leanest())]
+            least = min(small, key=lambda plan: plan.memory.total)
         return Ranking(plans, tuple(too_large), least)
     finally:
         if collects:
@@ -272,15 +278,24 @@ class _Search:
         return max(1.0, share if flow.recompute.full_layers else share / 2)
 
     def leanest(self) -> Setting:
-        """Return the setting with the least memory, among the 40 whose first rank needs least."""
+        """Return the setting with the least memory.
+
+        It is found among those whose first rank needs least, over all meshes and of each of some.
+        """
         smallest = self.request.fixed.get("micro_batch", 1)
         sizes: list[tuple[int, Choices]] = []
         for _, flow in self.floors:
             if flow.micro_batch == smallest:
                 for state in candidates.states(self.request, flow.mesh):
                     sizes += self._sizes(flow, state)
+        small = nsmallest(40, sizes)
+        of_mesh = defaultdict[MeshSizes, list[tuple[int, Choices]]](list)
+        for size, choices in sorted(sizes):
+            of_mesh[choices[0].mesh].append((size, choices))
+        for own in sorted(of_mesh.values())[:_LEAN_MESHES]:
+            small += own[:_OF_A_MESH]
         settings = []
-        for _, (flow, order, state) in nsmallest(40, sizes):
+        for _, (flow, order, state) in small:
             variants = (state, *candidates.shorter_gathers(self.request, order, state))
             for variant in variants[-2:]:
                 settings.append(setting_of(self.request, flow, order, variant))

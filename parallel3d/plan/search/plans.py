@@ -18,6 +18,7 @@ from parallel3d.plan.layers.placement import cost_of, layers_by_stage, model_of,
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.setting import Setting, Workload
 from parallel3d.plan.time.step import StepTime
+from parallel3d.plan.vocabulary import with_vocabulary
 from parallel3d.schedule import schedules
 
 CHOICES = (
@@ -226,7 +227,7 @@ def request_of(
             f"{hardware.name} supports fp16, but not bf16",
             "use --bf16.enabled false --fp16.enabled true",
         ).error()
-    config = with_vocabulary(config)
+    config = with_vocabulary(config, may_guess=True)
     refuse_impossible(config, devices)
     if config.is_planned:
         assert config.train_batch_size, "the config's checks require it"
@@ -255,17 +256,3 @@ def request_of(
         num_tokens=num_tokens,
         batch_sizes=sizes,
     )
-
-
-def with_vocabulary(config: RunConfig) -> RunConfig:
-    """Return the config with a number for its vocabulary size; ConfigError if it is unknown."""
-    if config.model.vocab_size != "auto":
-        return config
-    if not config.data.has_own_size:
-        raise Problem(
-            "parallel3d.model.vocab_size",
-            "auto",
-            f'depends on tokenizer "{config.data.tokenizer}", which planning does not load',
-            "set the tokenizer's number of tokens",
-        ).error()
-    return config.with_vocab_size(config.data.vocab_size)

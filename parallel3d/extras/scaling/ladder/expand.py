@@ -19,7 +19,7 @@ from parallel3d.extras.scaling.points import FLOPS_PER_ND
 from parallel3d.extras.scaling.runs import ALL, PartCounts, count
 from parallel3d.model.config import ModelConfig
 from parallel3d.models.common import divisor_below
-from parallel3d.plan.search.plans import with_vocabulary
+from parallel3d.plan.vocabulary import with_vocabulary
 
 # Folders within a ladder's directory.
 CONFIGS = "configs"
