@@ -42,7 +42,11 @@ def settings_of(config: str) -> Any:
     if kind not in CONFIG_MAPPING:
         raise Unsupported(f'has the model_type "{kind}", which transformers does not know')
     chosen = CONFIG_MAPPING[kind]
-    known = {*chosen().to_dict(), *chosen.attribute_map, *_GENERAL}
+    default = chosen()
+    text = default.get_text_config()
+    if text is not default and not default.is_encoder_decoder:
+        raise Unsupported(f'has more than a text model; its text model is a "{text.model_type}"')
+    known = {*default.to_dict(), *chosen.attribute_map, *_GENERAL}
     for name in fields:
         if fields[name] is not None and name not in known and not name.startswith("_"):
             raise Unsupported(f"has the field {name}, which is unknown; {nearest(name, known)}")
@@ -159,7 +163,7 @@ def _share_cut(specs: Iterator[ParamSpec]) -> float:
 def _sizes(skeleton: Skeleton) -> Sizes:
     settings = skeleton.settings
     calls = list(skeleton.watched.calls.values())
-    heads = settings.num_attention_heads
+    heads = getattr(settings, "num_attention_heads", None) or 1
     hidden = settings.hidden_size
     return Sizes(
         hidden_size=hidden,

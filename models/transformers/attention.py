@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
+from parallel3d.models.transformers.facts import Unsupported
 from parallel3d.tensor.segments import Segments
 
 
@@ -17,6 +20,7 @@ class Call(NamedTuple):
 
     - `heads`, `kv_heads`: of all tensor-parallel ranks.
     - `key_size`, `value_size`: features of each head.
+    - `window`: the keys that a query sees, by the mask.
     """
 
     heads: int
@@ -33,17 +37,66 @@ _calls: ContextVar[dict[nn.Module, Call] | None] = ContextVar("calls", default=N
 _segments: ContextVar[Segments | None] = ContextVar("segments", default=None)
 CORE = "parallel3d_core"
 """The attribute of an attention module that has the library's `CausalAttention`."""
+_WINDOW = "parallel3d_window"  # the attribute of a mask
+_FAR = 2**20  # a position that is farther than any window
+_HARMLESS = {  # arguments that do not change the result, if a mask comes too
+    "is_causal",
+    "layer_idx",
+    "cache",
+    "past_key_values",
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "cache_params",
+    "output_attentions",
+    "output_router_logits",
+    "output_hidden_states",
+    "use_cache",
+    "num_items_in_batch",
+}
 
 
 @contextmanager
-def recorded() -> Iterator[dict[nn.Module, Call]]:
-    """Record the calls inside instead of computing attention."""
+def recorded(name: str) -> Iterator[dict[nn.Module, Call]]:
+    """Record the calls inside instead of computing attention.
+
+    - `name`: the attention's, under which models also ask for masks.
+    """
     calls: dict[nn.Module, Call] = {}
     token = _calls.set(calls)
     try:
-        yield calls
+        with patch.dict(AttentionMaskInterface._global_mapping, {name: _mask}):
+            yield calls
     finally:
         _calls.reset(token)
+
+
+def _mask(batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_: Any) -> Tensor:
+    """Return a mask that has its window as an attribute; raises Unsupported if it is another kind.
+
+    Outside of `recorded` there are no masks: `attend` is causal, within a window.
+    """
+    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
+    setattr(mask, _WINDOW, _window_of(mask_function))
+    return mask
+
+
+def _window_of(mask_function: Any) -> int | None:
+    """Return how many keys each query sees by a mask; None: all that are not after it."""
+    here = torch.tensor(0)
+    keys = torch.arange(_FAR + 8)
+    widths = []
+    for query in (_FAR - 1, _FAR):
+        seen = mask_function(here, here, torch.tensor(query), keys).expand(len(keys))
+        width = int(seen.sum())
+        if not torch.equal(seen, (keys <= query) & (keys > query - width)):
+            raise Unsupported("lets tokens attend to later ones, or not to their nearest ones")
+        widths.append(width)
+    if widths == [_FAR, _FAR + 1]:
+        return None
+    if widths[0] != widths[1]:
+        raise Unsupported("attends within chunks")
+    return widths[0]
 
 
 @contextmanager
@@ -67,30 +120,49 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend causally: query, key, value [batch, heads, seq, size] -> [batch, seq, heads, size].
 
     The arguments are those of transformers' functions: `s_aux` [heads] are sinks. A module's window
-    and scale do not change, so they are those of its `CausalAttention`.
+    and scale do not change, so they are those of its `CausalAttention`. The window is the mask's:
+    `sliding_window` repeats it for functions without masks.
     """
     calls = _calls.get()
     if calls is not None:
-        calls[module] = Call(
+        _refuse(attention_mask, others)
+        call = Call(
             query.shape[1],
             key.shape[1],
             query.shape[3],
             value.shape[3],
             scaling,
             dropout,
-            sliding_window,
+            getattr(attention_mask, _WINDOW),
             softcap,
         )
+        if calls.setdefault(module, call) != call:
+            raise Unsupported("attends twice in one module, in different ways")
         groups = query.shape[1] // key.shape[1]
         touched = query.sum() + key.sum() + (0 if s_aux is None else s_aux.sum())
-        return value.repeat_interleave(groups, 1).transpose(1, 2) + touched, None
+        y = value.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
+        return y + touched, None
     y = getattr(module, CORE)(query, key, value, _segments.get(), s_aux)
     return y.unflatten(-1, (query.shape[1], -1)), None
+
+
+def _refuse(mask: Tensor | None, others: dict[str, Any]) -> None:
+    """Raise Unsupported for what would change the result, and reaches the attention by this call.
+
+    - `others`: arguments that `attend` does not know.
+    """
+    if mask is None:
+        raise Unsupported("attends without a mask: to later tokens too")
+    if not hasattr(mask, _WINDOW):
+        raise Unsupported("attends by a mask of its own")
+    for name, value in others.items():
+        if value is not None and name not in _HARMLESS:
+            raise Unsupported(f"attends with an argument that is not known ({name})")
 
 
 def implementation_of(chosen: type[nn.Module], name: str) -> str:

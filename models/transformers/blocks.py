@@ -154,6 +154,8 @@ class Head(_Around):
         )
         self.scale = skeleton.logits.scale
         caught = _Caught()
+        # Not as its parameter: some models ask the projection for its dtype.
+        object.__setattr__(caught, "weight", self.output.weight)
         object.__setattr__(self, "caught", caught)  # not as a module
         base, port = skeleton.around(len(skeleton.layers) - 1, None, dict(self.tail.items()))
         self.open(skeleton.whole(base, caught), port)

@@ -5,7 +5,6 @@ hold the same input at its entry (under sequence parallelism they gather it) and
 parts at its exit. What is not cut inside has a part of its gradient on each rank.
 """
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -56,13 +55,16 @@ class LayerPlan:
 
     def style(self, name: str) -> str:
         """Return the style of a module or parameter of the layer; "" if the plan has none."""
-        own = re.sub(r"\d+", "*", name)
-        style = str(self._plan.get(f"{self._list}.*.{own}", ""))
+        style = self._planned(name)
         if style == GATHERED and self._is_fused_mlp(name):
             return PACKED
         if style == SPLIT and self._is_fused_mlp(self._partner(name)):
             return ROW
         return style
+
+    def _planned(self, name: str) -> str:
+        parts = ["*" if part.isdigit() else part for part in name.split(".")]
+        return str(self._plan.get(".".join([self._list, "*", *parts]), ""))
 
     @cached_property
     def regions(self) -> frozenset[str]:
@@ -141,7 +143,7 @@ class LayerPlan:
         gathered = []
         for child, _ in self.layer.get_submodule(parent).named_children():
             beside = f"{parent}.{child}"
-            if self._plan.get(f"{self._list}.*.{re.sub(r'[0-9]+', '*', beside)}") == GATHERED:
+            if self._planned(beside) == GATHERED:
                 gathered.append(beside)
         return gathered[0] if len(gathered) == 1 else ""
 
@@ -153,8 +155,7 @@ class LayerPlan:
         if parent in self.calls:
             return False
         for child, module in self.layer.get_submodule(parent).named_children():
-            style = self._plan.get(f"{self._list}.*.{re.sub(r'[0-9]+', '*', f'{parent}.{child}')}")
-            if style == SPLIT and isinstance(module, nn.Linear):
+            if self._planned(f"{parent}.{child}") == SPLIT and isinstance(module, nn.Linear):
                 fused = self.layer.get_submodule(name)
                 is_double = fused.out_features == 2 * module.in_features
                 return self._partner(f"{parent}.{child}") == name and bool(is_double)

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from parallel3d.models.transformers import attention, experts
 from parallel3d.models.transformers.facts import Unsupported
+from parallel3d.models.transformers.plans import plan_of
 
 IMPLEMENTATION = "parallel3d"
 """The name of the library's functions in the interfaces of transformers."""
@@ -86,11 +87,12 @@ class Nothing(nn.Module):
 
 
 class _Given(nn.Module):
-    """Returns a tensor whatever comes."""
+    """Returns a tensor whatever comes, in place of the output projection."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
         self.value = value
+        self.weight = value  # some models ask for its dtype
 
     def forward(self, *_: object, **__: object) -> Tensor:
         """Return the tensor."""
@@ -147,8 +149,8 @@ class Watched:
     """The findings of one forward and backward on the meta device.
 
     - `tuples`: the layers that return tuples.
-    - `before`, `after`: the modules of the base model with weights that run before and after all
-      layers, by name.
+    - `before`, `after`: the modules of the base model that run before and after all layers, by
+      name: those with weights, and norms without.
     - `calls`: the calls of attention functions, by the module that made them.
     - `without_gradient`: parameters that no gradient reached.
     """
@@ -176,8 +178,7 @@ class Skeleton:
     - `model`: the whole model. `base`: the part without the output projection, at `prefix`.
     - `list`: the name of the base's list of layers. `token`: that of its table of tokens.
     - `output`: the name of the output projection in the model.
-    - `plan`: the style of each linear layer under tensor parallelism, by transformers
-      (`base_model_tp_plan`).
+    - `plan`: the style of each linear layer under tensor parallelism (`plan_of`).
 
     Raises Unsupported, with the reason, for a model that cannot be cut into stages.
     """
@@ -192,10 +193,10 @@ class Skeleton:
         self.layers = list(getattr(self.base, self.list))
         table = self.model.get_input_embeddings()
         output = self.model.get_output_embeddings()
-        if not isinstance(output, nn.Linear):
-            raise Unsupported("has no linear output projection")
+        if type(output) is not nn.Linear:  # a class of its own may do more than a product
+            raise Unsupported("has no plain linear output projection")
         self.output = _name_of(output, self.model)
-        self.plan = dict(getattr(settings, "base_model_tp_plan", None) or {})
+        self.plan = plan_of(settings)
         self.watched = self._watch()
         self.token = next((n for n in self.watched.before if getattr(self.base, n) is table), "")
         if not self.token:
@@ -316,8 +317,11 @@ class Skeleton:
                         "the stream"
                     )
 
-        def reach(name: str, *_: object) -> None:
-            order.append(name)
+        def pass_through(name: str, child: nn.Module, output: object) -> None:
+            shape = (*_PROBE, self.settings.hidden_size)
+            changes = isinstance(output, Tensor) and tuple(output.shape) == shape
+            if _has_parameters(child) or (changes and not isinstance(child, nn.Dropout)):
+                order.append(name)
 
         kept: list[object] = []  # so that no id is given twice
         dropouts = [m for m in self.model.modules() if isinstance(m, nn.Dropout)]
@@ -329,13 +333,13 @@ class Skeleton:
             hooks.append(layer.register_forward_pre_hook(enter_hook, with_kwargs=True))
             hooks.append(layer.register_forward_hook(_without_input(leave, number)))
         for name, child in self.base.named_children():
-            if name != self.list and _has_parameters(child):
-                hooks.append(child.register_forward_pre_hook(_bound(reach, name)))
+            if name != self.list:
+                hooks.append(child.register_forward_hook(_without_input(pass_through, name)))
         tokens = torch.zeros(_PROBE, dtype=torch.int64)
         positions = torch.arange(_PROBE[1]).expand(_PROBE)
         try:
             mixed = _MixedWithMeta()  # type: ignore[no-untyped-call]
-            with mixed, attention.recorded() as calls:
+            with mixed, attention.recorded(IMPLEMENTATION) as calls:
                 output = self.model(input_ids=tokens, position_ids=positions, use_cache=False)
                 output.logits.float().sum().backward()
         except Unsupported:
@@ -380,9 +384,9 @@ class Skeleton:
         known = [f"{self.prefix}.{self.list}.", f"{self.output}."]
         for name in (*self.watched.before, *self.watched.after):
             known.append(f"{self.prefix}.{name}.")
-        both = set(self.watched.before) & set(self.watched.after)
-        if both:
-            raise Unsupported(f"uses {sorted(both)[0]} before and after its layers")
+        for name in self.watched.before:
+            if name in self.watched.after and _has_parameters(getattr(self.base, name)):
+                raise Unsupported(f"uses {name} before and after its layers")
         seen: dict[int, str] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if not name.startswith(tuple(known)):

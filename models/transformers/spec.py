@@ -106,6 +106,11 @@ class Config(ImportedSection):
         """True if the output projection is the table of tokens."""
         return bool(self.facts.tied)
 
+    @property
+    def share_cut(self) -> float:
+        """The share of the layers' parameters that tensor parallelism cuts."""
+        return self.facts.cut
+
     def _problems(self) -> Iterator[Problem]:
         try:
             _ = self.facts

@@ -188,6 +188,18 @@ def _check_parametrization(model: ModelConfig) -> Iterator[Problem]:
         )
 
 
+def _check_share_cut(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
+    share = getattr(model, "share_cut", 1.0)
+    if mesh.tp > 1 and share < 0.5:
+        yield Problem(
+            "parallel3d.mesh.tp",
+            mesh.tp,
+            f"would cut {share:.0%} of the parameters of this architecture's layers, less than "
+            "half: the ranks would repeat most of the work",
+            "use tp = 1",
+        )
+
+
 def _check_tp_of_vocabulary(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     size = model.vocab_size
     if size != "auto" and size < mesh.tp:
@@ -242,6 +254,7 @@ MODEL_CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_shared_samples,
     _check_pooled_loss,
     _check_parametrization,
+    _check_share_cut,
     _check_tp_of_vocabulary,
     _check_trained_vocabulary,
     _check_vocabulary,

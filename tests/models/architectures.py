@@ -76,10 +76,25 @@ _SMALL = {
 }
 # Where the common values do not make a model.
 _OWN: dict[str, dict[str, object]] = {
-    "hunyuan_v1_dense": {},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1},
     "mixtral": {"sliding_window": None},
+    "bamba": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "attn_layer_indices": [1],
+    },
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
 }
+
+_WITHOUT_EACH_TYPE = {"bailing_hybrid", "gemma3_text", "kimi_linear", "kolibri1", "lfm3"}
 
 
 def small_config(kind: str, std: float = 0.02, layers: int = LAYERS) -> dict[str, object]:
@@ -96,8 +111,13 @@ def small_config(kind: str, std: float = 0.02, layers: int = LAYERS) -> dict[str
         fields.pop("head_dim", None)
     if "initializer_range" in names:
         fields["initializer_range"] = std
-    fields["num_hidden_layers"] = layers
+    if "num_hidden_layers" in names:
+        fields["num_hidden_layers"] = layers
     fields |= _OWN.get(kind, {})
+    types = set(getattr(default, "layer_types", None) or ())
+    if kind in _WITHOUT_EACH_TYPE:  # the first layers are all alike
+        ordered = sorted(types)
+        fields["layer_types"] = [ordered[number % len(types)] for number in range(layers)]
     return {name: value for name, value in fields.items() if value is not None}
 
 

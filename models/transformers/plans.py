@@ -1,0 +1,43 @@
+"""How linear layers are cut: transformers' own plans, and ours where it has none."""
+
+from typing import Any
+
+_HEADS = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+}
+_SHORT_CONVOLUTIONS = _HEADS | {
+    "layers.*.self_attn.out_proj": "rowwise",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+}
+# By model_type. These modules view their projections as [..., -1, head_size], so that a part of the
+# heads passes through them.
+_OURS = {
+    "biogpt": _HEADS
+    | {
+        "layers.*.self_attn.out_proj": "rowwise",
+        "layers.*.fc1": "colwise",
+        "layers.*.fc2": "rowwise",
+    },
+    "hunyuan_v1_dense": _HEADS
+    | {
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    },
+    "lfm2": _SHORT_CONVOLUTIONS,
+    "lfm3": _SHORT_CONVOLUTIONS,
+}
+
+
+def plan_of(settings: Any) -> dict[str, str]:
+    """Return the style of each linear layer under tensor parallelism, by name and pattern.
+
+    - `settings`: the transformers config.
+    """
+    plan = _OURS.get(settings.model_type) or settings.base_model_tp_plan
+    return dict(plan or {})

@@ -1,0 +1,70 @@
+"""Models of transformers that cannot be trained in stages are refused by name and reason."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from parallel3d.base.section import Problems
+from parallel3d.models.transformers.attention import _window_of
+from parallel3d.models.transformers.facts import Unsupported
+from parallel3d.models.transformers.spec import Config
+from tests.cases import Case
+from tests.models.architectures import VOCABULARY, small_config
+
+pytestmark = pytest.mark.pure
+
+
+def model_of(kind):
+    """The model block of a small model."""
+    return {"family": "transformers", "config": small_config(kind), "vocab_size": VOCABULARY}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("bart", "has an encoder"),
+        ("gemma3", 'its text model is a "gemma3_text"'),
+        ("dory", "no plain linear output projection"),
+        ("deepseek_v32", "argument that is not known (indices)"),
+        ("doge", "by a mask of its own"),
+        ("afmoe", "expert_bias, which gets no gradient"),
+        ("deepseek_v4", "more than one stream"),
+    ],
+)
+def test_reason(kind, reason):
+    with pytest.raises(ValidationError) as error:
+        Config.model_validate(model_of(kind))
+    assert f'config.model_type = "{kind}": ' in str(error.value)
+    assert reason in str(error.value)
+
+
+def test_window_is_that_of_the_mask():
+    assert _window_of(causal_mask_function) is None
+    assert _window_of(sliding_window_causal_mask_function(4096)) == 4096
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (bidirectional_mask_function, "later ones"),
+        (sliding_window_bidirectional_mask_function(8), "later ones"),
+        (chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64)), "chunks"),
+    ],
+)
+def test_other_masks_are_refused(mask, reason):
+    with pytest.raises(Unsupported, match=reason):
+        _window_of(mask)
+
+
+def test_plan_that_cuts_little_is_for_one_tensor_parallel_rank():
+    model = model_of("gpt2")
+    assert Case(model=model, mesh=(2, 1, 1)).config.model.share_cut == 0
+    with pytest.raises(Problems, match="tp = 2: would cut 0% of the parameters"):
+        _ = Case(model=model, mesh=(1, 1, 2)).config
