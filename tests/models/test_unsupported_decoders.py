@@ -18,7 +18,7 @@ from parallel3d.models.transformers.spec import Config
 from tests.cases import Case
 from tests.models.architectures import VOCABULARY, small_config
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.gloo
 
 
 def model_of(kind):
