@@ -1,0 +1,144 @@
+"""The features of training on small decoders of transformers, each against one process."""
+
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+import pytest
+
+from parallel3d.model.spec import ParamSpec
+from parallel3d.models.transformers import modules
+from parallel3d.models.transformers.skeleton import Skeleton
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.measure import TOLERANCE
+from tests.cases import Case
+from tests.models.architectures import VOCABULARY, small_config
+from tests.models.test_any_decoder import train_cheaply
+from tests.verify.measuring import errors_of
+
+pytestmark = pytest.mark.gloo
+STD = 0.2  # attention is far from uniform, so a wrong mask or rotation is seen
+# Each kind of layer that the architecture has, within a few layers.
+_OWN = {
+    "gemma3_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    },
+}
+ISOLATED = {"parallel3d.data.isolate_documents": True}
+# Meshes are pp x dp x tp, or pp x dp x cp x tp; all have 4 ranks, and the models 2 key/value heads
+# or fewer.
+FEATURES = [
+    ("gemma2", {"mesh": (1, 1, 4), "sequence_parallel": True}),
+    ("gemma3_text", {"mesh": (2, 1, 2, 1), "schedule": "zero_bubble"}),
+    ("phi3", {"mesh": (1, 1, 2, 2), "sequence_parallel": True, "changes": ISOLATED}),
+    ("cohere2", {"mesh": (2, 1, 2), "schedule": "zero_bubble", "sequence_parallel": True}),
+    ("granite", {"mesh": (1, 2, 2), "zero_stage": 2, "offload": "cpu"}),
+    ("glm4", {"mesh": (1, 2, 2), "offload": "cpu+param-cpu", "sequence_parallel": True}),
+    ("deepseek_v3", {"mesh": (1, 1, 2, 2), "checkpointing": "full", "sequence_parallel": True}),
+    ("starcoder2", {"mesh": (1, 1, 4), "zero_stage": 1, "checkpointing": ["core_attn"]}),
+    ("starcoder2", {"mesh": (2, 1, 2), "checkpointing": "full", "changes": ISOLATED}),
+    ("mixtral", {"mesh": (2, 1, 2), "sequence_parallel": True}),
+    ("qwen3_moe", {"mesh": (2, 1, 2, 1), "zero_stage": 0}),
+    ("gemma2", {"mesh": (2, 1, 2), "precision": "bf16", "sequence_parallel": True}),
+    ("phi3", {"mesh": (1, 2, 2), "precision": "fp16", "zero_stage": 1}),
+]
+
+
+def case_of(kind, **settings):
+    """A run of a small model of an architecture."""
+    fields = small_config(kind, STD) | _OWN.get(kind, {})
+    model = {"family": "transformers", "config": fields, "vocab_size": VOCABULARY}
+    return Case(model=model, batch=8, microbatches=2, **settings)
+
+
+def errors_on_ranks(cases, faults):
+    """Each case's errors under its fault; all have as many ranks, which are started once."""
+    jobs = [(case.config, case.reference) for case in cases]
+    ranks = run_locally(train_with, cases[0].world_size, jobs, faults, timeout=600)
+    by_case = zip(*ranks, strict=True)
+    return [errors_of(job[0], results) for job, results in zip(jobs, by_case, strict=True)]
+
+
+def train_with(rank, jobs, faults):
+    """Train each job under its fault of `FAULTS`."""
+    results = []
+    for job, fault in zip(jobs, faults, strict=True):
+        with FAULTS[fault]():
+            results += train_cheaply(rank, [job])
+    return results
+
+
+@pytest.mark.slow
+def test_features_are_equal_to_one_process():
+    cases = [case_of(kind, **settings) for kind, settings in FEATURES]
+    all_errors = errors_on_ranks(cases, ["none"] * len(cases))
+    for case, (kind, _), errors in zip(cases, FEATURES, all_errors, strict=True):
+        assert errors.within(TOLERANCE[case.precision]), (kind, str(case), errors)
+
+
+@contextmanager
+def without_collective_at_the_entry():
+    """The gradients of a region's input are not summed over the ranks that share it."""
+    with patch.object(modules, "copy_to_group", lambda x, context: x):
+        yield
+
+
+@contextmanager
+def without_sums_of_partial_gradients():
+    """Each rank keeps its part of the gradient of what is not cut in a region."""
+    with patch.object(ParamSpec, "is_partial", lambda *_: False):
+        yield
+
+
+@contextmanager
+def with_a_wrong_window():
+    """Attention sees one token more than the window."""
+    build = modules.LayerBuilder._core
+
+    def wider(self, name, context):
+        core = build(self, name, context)
+        if core.window is not None:
+            core.window += 1
+        return core
+
+    with patch.object(modules.LayerBuilder, "_core", wider):
+        yield
+
+
+@contextmanager
+def with_a_layer_off_by_one():
+    """The model around a block opens one layer too late: rotary angles are the next layer's."""
+    around = Skeleton.around
+
+    def shifted(self, number, layer, replaced):
+        if layer is not None:
+            number = (number + 1) % len(self.layers)
+        return around(self, number, layer, replaced)
+
+    with patch.object(Skeleton, "around", shifted):
+        yield
+
+
+FAULTS = {
+    "none": nullcontext,
+    "no collective at a region's entry": without_collective_at_the_entry,
+    "partial gradients are not summed": without_sums_of_partial_gradients,
+    "a wrong window": with_a_wrong_window,
+    "a layer off by one": with_a_layer_off_by_one,
+}
+
+
+@pytest.mark.slow
+def test_planted_faults_are_found():
+    """Losses, norms or weights are ten times what is allowed, where nothing else differs."""
+    case = case_of("gemma3_text", mesh=(1, 1, 2))
+    all_errors = errors_on_ranks([case] * len(FAULTS), list(FAULTS))
+    for fault, errors in zip(FAULTS, all_errors, strict=True):
+        worst = max(errors.loss, errors.grad_norm, errors.weight)
+        if fault == "none":
+            assert worst < TOLERANCE["fp32"], errors
+        else:
+            assert worst > 10 * TOLERANCE["fp32"], (fault, errors)
