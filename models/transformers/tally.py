@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel3d.model.spec import Attention, Collective, KeptMemory, MatMul
 from parallel3d.tensor import documents, experts
+from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.collectives import Context
 
 _KINDS: Any = {
@@ -107,9 +108,12 @@ class Tally(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         self.tick()
+        read = tensors_in((args, kwargs))
+        if len({tensor.is_meta for tensor in read if tensor.dim()}) > 1:
+            # A buffer that was computed has values; their place in memory is all that counts here.
+            args, kwargs = tree_map(_on_meta, (args, kwargs))
         out = func(*args, **(kwargs or {}))
         name = func.__name__.split(".")[0]
-        read = tensors_in((args, kwargs))
         written = tensors_in(out)
         sources = {key_of(tensor) for tensor in read}
         results = {key_of(tensor): tensor for tensor in written}
@@ -207,6 +211,10 @@ def tensors_in(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def _on_meta(value: object) -> object:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
 def key_of(tensor: Tensor) -> int:
     """Return what identifies a tensor's storage while it is alive."""
     return int(tensor.untyped_storage()._cdata)
@@ -292,33 +300,31 @@ class _FusedKernels:
         batch, heads, seq, size = q.shape
         # Scores are products of the size of queries, weighted sums of that of values.
         size = (size + v.shape[-1]) // 2
-        if window is not None and window >= seq:
-            window = None
         operations = self.tally.operations
         operations.attentions.append(Attention(batch, heads, k.shape[1], seq, size, window))
         operations.has_dropout |= dropout > 0
         y: Tensor = _Attention.apply(q, k, v)
         return y
 
-    def attend_documents(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        dropout: float,
-        scale: float | None,
-        window: int | None,
-        sinks: Tensor | None,
+    def attend_as(
+        self, core: CausalAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """Count an attention in place of `tensor.documents`."""
-        if sinks is None:
-            return self.attend(q, k, v, dropout, window)
-        size = v.shape[-1]
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        q, k, v = documents._with_sink(q, k, v, sinks / scale)
-        window = None if window is None else window + 1
-        return self.attend(q, k, v, dropout, window)[:, :, 1:, :size]
+        """Count an attention of the library, in place of the kernel that it would choose.
+
+        q, k, v [batch, heads, seq, size] -> [batch, seq, heads, size of v].
+        """
+        value_size = v.shape[-1]
+        size = max(q.shape[-1], value_size)
+        q, k, v = (documents._widened(t, size) for t in (q, k, v))
+        sinks = core.sinks if sinks is None else sinks
+        first = 0
+        window = core.window
+        if sinks is not None:
+            first = 1
+            window = None if window is None else window + 1
+            q, k, v = documents._with_sink(q, k, v, sinks)
+        y = self.attend(q, k, v, core.dropout.active_p, window)
+        return y[:, :, first:, :value_size].transpose(1, 2)
 
     def grouped_product(self, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         """Count a product of even groups in place of `tensor.experts`, which has to know loads."""
@@ -335,10 +341,15 @@ def fused_kernels(tally: Tally) -> Iterator[dict[int, int]]:
     Yields the number of elements of each norm's input, by the key of its statistics.
     """
     kernels = _FusedKernels(tally)
+
+    def attend(core: CausalAttention, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        _, sinks = rest  # the segments are None
+        return kernels.attend_as(core, q, k, v, sinks)
+
     with (
         patch.object(F, "scaled_dot_product_attention", kernels.scaled_dot_product_attention),
         patch.object(F, "rms_norm", kernels.rms_norm),
-        patch.object(documents, "_attend", kernels.attend_documents),
+        patch.object(CausalAttention, "_attend", attend),
         patch.object(experts, "grouped_product", kernels.grouped_product),
     ):
         yield kernels.norms

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from parallel3d import models
+from parallel3d.mesh.fake_groups import make_fake_groups
 from parallel3d.model.measured_cost import MeasuredCost
 from parallel3d.model.recompute import FULL, NONE, SELECTIVE, parse
-from parallel3d.model.spec import Shape
+from parallel3d.model.spec import Shape, flops_of
 from parallel3d.models.transformers import meter
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.setting import layers_of
@@ -167,3 +168,33 @@ def test_answer_to_a_request_is_read_back():
     assert cost(shape, recompute=SELECTIVE) == cost(shape, recompute=NONE)
     with pytest.raises(KeyError, match="tp = 8"):
         cost(shape, 8)
+
+
+def measure_any_decoder(rank):
+    fields = {
+        "model_type": "llama",
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": CONFIGS["llama"].inner_size,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    }
+    Config = models.config_class("transformers")
+    config = Config(family="transformers", config=fields, vocab_size=32000)
+    _, block, *_ = models.layers(config)
+    return meter.measured(block, "middle", make_fake_groups([1, 2]), longest=64)
+
+
+def test_block_of_transformers_costs_what_that_of_llama_does():
+    """Its modules are not the library's, so each projection is a product, and norms keep more."""
+    (cost,) = run_locally(measure_any_decoder, 1)
+    declared = models.layers(CONFIGS["llama"])[1].cost
+    for setting in ((1, False), (2, False), (2, True)):
+        own = cost(Shape(4, 32), *setting)
+        other = declared(Shape(4, 32), *setting)
+        assert own.forward_flops == other.forward_flops
+        assert own.forward.attention == other.forward.attention
+        assert own.forward.collectives == other.forward.collectives
+        assert flops_of(own.forward.matmuls) == flops_of(other.forward.matmuls)
+        assert own.saved.bytes(2) == pytest.approx(other.saved.bytes(2), rel=0.5)
