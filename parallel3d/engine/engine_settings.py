@@ -43,16 +43,17 @@ class EngineSettings:
     @classmethod
     def from_config(cls, config: ResolvedConfig) -> "EngineSettings":
         """Return the engine's settings from a run's config."""
+        own = config.parallel3d
         return cls(
             micro_batch_size=config.micro_batch_size,
             zero=config.zero_optimization,
-            pipeline=config.pipeline,
+            pipeline=own.pipeline,
             optimizer=config.optimizer,
-            rates=rates_of(config.model, config.optimizer.params),
+            rates=rates_of(own.model, config.optimizer.params),
             precision=config.precision,
             reduced_in=config.communication_data_type or "fp32",
             gradient_clipping=config.gradient_clipping,
-            overlap_update=config.train.overlap_update and config.zero_optimization.stage == 3,
+            overlap_update=own.train.overlap_update and config.zero_optimization.stage == 3,
             fp16=config.fp16,
             aio=config.aio,
         )

@@ -288,7 +288,7 @@ class Setting:
         With train.batch_schedule its step is that of the largest batch.
         """
         zero = config.zero_optimization
-        pipeline = config.pipeline
+        pipeline = config.parallel3d.pipeline
         mesh = config.mesh
         sizes = mesh.sizes
         micro = config.micro_batch_size
