@@ -57,6 +57,7 @@ def building(
     # DeepSpeed calls torch's collectives by their deprecated names.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     core.skip_shared_memory_operator()
+    core.leave_muon_uncompiled()
     if settings.precision == "fp16":
         fp16.allow_fp16_on_cpu(mesh.device)
     if not settings.shards_parameters:

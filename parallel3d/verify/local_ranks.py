@@ -36,7 +36,6 @@ PRELOAD = [
     "torch._dynamo",
     "deepspeed",
     "deepspeed.ops.adam",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
     "parallel3d.verify.case",
     *(f"parallel3d.models.{family}.blocks" for family in models.families()),
 ]

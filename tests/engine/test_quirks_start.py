@@ -71,6 +71,22 @@ def test_shared_memory_operator_is_compiled_without_the_skip():
     assert run_locally(operators_built, 1, False) == [["shm"]]
 
 
+def is_muon_compiled(rank, skip):
+    def nothing():
+        pass
+
+    if not skip:
+        core.leave_muon_uncompiled = nothing
+    Trainer(Case(steps=1, batch=4))
+    muon = import_module("deepspeed.runtime.zero.muon.original_muon")
+    return hasattr(muon.muon_update, "_torchdynamo_orig_callable")
+
+
+def test_muon_of_deepspeed_is_compiled_without_the_skip():
+    assert run_locally(is_muon_compiled, 1, True) == [False]
+    assert run_locally(is_muon_compiled, 1, False) == [True]
+
+
 def built_whole(rank, cut_at_once):
     def plain_building(settings, mesh):
         return construction.plain_building(settings.dtype, mesh.device)

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import cpuinfo
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.runtime import compiler
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from torch import nn
 
@@ -42,6 +44,15 @@ def skip_shared_memory_operator() -> None:
     """Do not compile DeepSpeed's shared-memory all-reduce, 20 s of g++ only for inference."""
     # By import, because the attribute `deepspeed.comm.torch` is torch itself.
     import_module("deepspeed.comm.torch").build_shm_op = _do_nothing  # type: ignore[attr-defined]
+
+
+def leave_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon without `torch.compile`, whose compiler takes 0.8 s per rank to load.
+
+    Every engine imports it, to compare its optimizer's class. It is not used (docs/muon.md).
+    """
+    with patch.object(compiler, "compile", lambda: lambda function: function):
+        import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
 def read_cpu_info_from_proc() -> None:
