@@ -134,14 +134,14 @@ class PipelineConfig(Section):
     """Stages per pipeline rank; more than 1 requires an interleaved schedule."""
     gradient_reduction: Literal["auto", "per_step", "per_microbatch"] = "auto"
     """When gradients are reduced over dp: once per step, or after every microbatch (less memory,
-    more traffic). "auto" is per_microbatch at ZeRO-2 and per_step at the other stages."""
+    more traffic). "auto" is per_microbatch at ZeRO-2 and per_step at the other stages; with
+    `weights` "auto", per_microbatch where only that fits, or the planner finds it faster."""
     weights: Literal["auto", "per_microbatch", "per_pass", "per_step"] = "auto"
     """ZeRO-3: how long a stage's weights stay gathered. "per_microbatch" gathers them for each
     forward and backward (least memory); "per_pass" once for all forwards and once for all backwards
-    (once in all where these interleave); "per_step" once per step (fastest). "auto" is per_step if
-    the planner estimates that it fits on the fullest device (on CPUs: in a rank's share of free
-    host memory); otherwise, and with offload_param, per_pass if it fits; otherwise, and on unknown
-    devices, per_microbatch."""
+    (once in all where these interleave); "per_step" once per step. "auto" is the planner's fastest
+    that fits on the fullest device (on CPUs: the longest that fits in a rank's share of free host
+    memory; never per_step with offload_param), and per_microbatch on unknown devices."""
     activation_checkpointing: Recomputation = recompute.NONE
     """Recompute in the backward: "selective" the attention (arXiv:2205.05198), "mlp" the MLP up to
     its last product, "full" the whole layer, {"full": 3} the first 3 layers of each stage; or a

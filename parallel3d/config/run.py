@@ -1,7 +1,7 @@
 """The config of a run in three phases: as read, for a number of ranks, and with its corpus."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Literal, Self, TypeVar
 
@@ -237,9 +237,9 @@ class RunConfig(RunSettings):
             config = config._with("data", vocab_size=size)
         return config._checked(tokenizer_size=size)
 
-    def with_weights(self, weights: str, note: str) -> Self:
-        """Return the config with parallel3d.pipeline.weights set, and `note` among its notes."""
-        return self._with("pipeline", weights=weights).with_notes(*self.notes, note)
+    def with_gathers(self, chosen: Mapping[str, str], notes: Sequence[str]) -> Self:
+        """Return the config with these settings of parallel3d.pipeline, and the notes on them."""
+        return self._with("pipeline", **chosen).with_notes(*self.notes, *notes)
 
     def _checked(self, source: str = "the config", **known: object) -> Self:
         """Return this config; raises ConfigError if its settings contradict each other."""

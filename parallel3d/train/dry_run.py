@@ -15,7 +15,7 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import plan_rows, plan_table
-from parallel3d.plan.report.plan_rows import checkpoint_bytes, choose, weights_for
+from parallel3d.plan.report.plan_rows import checkpoint_bytes, choose, choose_gathers
 from parallel3d.plan.search.plans import Plan, choices_json, request_of
 from parallel3d.plan.setting import Setting, leaves_weights_open
 from parallel3d.plan.vocabulary import with_vocabulary
@@ -42,9 +42,7 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
         known = described_hardware(config, device)
         if leaves_weights_open(config):
             host_bytes = free_space.free_memory(devices) if device.type == "cpu" else None
-            resolved = resolved.with_weights(
-                *weights_for(Setting.from_config(resolved), known, host_bytes)
-            )
+            resolved = resolved.with_gathers(*choose_gathers(resolved, known, host_bytes))
         setting = Setting.from_config(resolved)
         if known:
             plan = plan_rows.as_written(resolved, request_of(resolved, known, devices))

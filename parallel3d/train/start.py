@@ -28,7 +28,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes, find_nodes
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.models.common import Pretrained, pretrained_of
-from parallel3d.plan.setting import Setting, leaves_weights_open
+from parallel3d.plan.setting import leaves_weights_open
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.bad_steps import left_out
 from parallel3d.train.claim import Attempts, Claim
@@ -185,12 +185,12 @@ def _with_weights(config: CompleteConfig, mesh: Mesh) -> CompleteConfig:
         rows = mesh.messages.gather_floats([free_space.free_memory(mesh.local_size)])
         host_bytes = int(min(row[0] for row in rows))
 
-    def look() -> tuple[str, str]:
-        from parallel3d.plan.report.plan_rows import weights_for  # only rank 0 needs the planner
+    def look() -> tuple[dict[str, str], tuple[str, ...]]:
+        from parallel3d.plan.report.plan_rows import choose_gathers  # only rank 0 needs it
 
-        return weights_for(Setting.from_config(config), known, host_bytes)
+        return choose_gathers(config, known, host_bytes)
 
-    return config.with_weights(*on_first(mesh, look))
+    return config.with_gathers(*on_first(mesh, look))
 
 
 def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -> Path | None:

@@ -19,8 +19,10 @@ from parallel3d.plan.report.plan_table import lines_of, nothing_fits, three
 from parallel3d.plan.search.best_first import Ranking, search
 from parallel3d.plan.search.candidates import gathered_longest
 from parallel3d.plan.search.plans import CHOICES, Plan, Request, request_of
-from parallel3d.plan.search.remedy import evaluate, gib
+from parallel3d.plan.search.remedy import evaluate, gib, room_of, worst
 from parallel3d.plan.setting import Setting
+from parallel3d.plan.time.step import step_time
+from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
 
 ROWS = 20  # rows shown by default
@@ -129,26 +131,87 @@ def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConf
     return apply(config, plan), plan
 
 
+def choose_gathers(
+    config: ResolvedConfig, hardware: Hardware | None, host_bytes: int | None = None
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the settings of parallel3d.pipeline that "auto" leaves to the planner, and notes.
+
+    They are `weights`, and `gradient_reduction` where that is "auto" and another one than its
+    default fits, or is faster. The other parameters are those of `weights_for`.
+    """
+    once = Setting.from_config(config)
+    weights, note = weights_for(once, hardware, host_bytes)
+    chosen: dict[str, str] = {"weights": weights}
+    notes = [note]
+    if not _may_reduce_more_often(config) or (hardware is None and host_bytes is None):
+        return chosen, tuple(notes)
+    often = replace(once, state=once.state._replace(reduces_once=False))
+    weights_often, note_often = weights_for(often, hardware, host_bytes)
+    lack, seconds = _lack_and_seconds(once.gathering(weights), hardware, host_bytes)
+    lack_often, seconds_often = _lack_and_seconds(
+        often.gathering(weights_often), hardware, host_bytes
+    )
+    if (lack_often, seconds_often) < (lack, seconds):
+        why = f"{seconds_often:.3g} s a step are planned, for {seconds:.3g} s with per_step"
+        if lack > lack_often:
+            why = f"with per_step it lacks {gib(lack)} GiB"
+        chosen = {"weights": weights_often, "gradient_reduction": "per_microbatch"}
+        notes = [
+            note_often,
+            f'parallel3d.pipeline.gradient_reduction: "auto" is per_microbatch ({why})',
+        ]
+    return chosen, tuple(notes)
+
+
+def _may_reduce_more_often(config: ResolvedConfig) -> bool:
+    """Return True if gradients may be reduced after each microbatch, where "auto" would not."""
+    pipeline = config.pipeline
+    return (
+        pipeline.gradient_reduction == "auto"
+        and not schedules.splits_backward(pipeline.schedule)
+        and not config.train.noise_scale_every
+    )
+
+
 def weights_for(
     setting: Setting, hardware: Hardware | None, host_bytes: int | None = None
 ) -> tuple[Weights, str]:
-    """Return the longest that a setting's weights can stay gathered, and a note that says why.
+    """Return how long weights stay gathered in the fastest plan that fits, and a note on why.
 
     - `setting`: the run; its own choice for the weights is not read.
     - `hardware`: None if its memory is unknown.
-    - `host_bytes`: free host memory of a CPU rank, which is used without `hardware`.
+    - `host_bytes`: free host memory of a CPU rank, which is used without `hardware`; the longest
+      that fits is taken for the fastest.
     """
-    free_bytes = host_bytes or 0
-    for weights in gathered_longest(setting.state.offload_param):
-        memory = fullest(setting.gathering(weights), hardware)
-        # Offloaded states of a CPU rank are in the same memory.
-        room = hardware.memory_bytes.value if hardware else free_bytes - memory.host
-        if memory.total <= room:
-            break
-    why = f"{gib(memory.total)} of {gib(room)} GiB planned on the fullest device"
+    ways = gathered_longest(setting.state.offload_param)
     if hardware is None and host_bytes is None:
-        why = "the memory of a device is not known"
+        unknown = "the memory of a device is not known"
+        return ways[-1], f'parallel3d.pipeline.weights: "auto" is {ways[-1]} ({unknown})'
+
+    def rank(way: Weights) -> tuple[int, float]:
+        return _lack_and_seconds(setting.gathering(way), hardware, host_bytes)
+
+    weights = min(ways, key=rank)
+    memory = fullest(setting.gathering(weights), hardware)
+    # Offloaded states of a CPU rank are in the same memory.
+    free_bytes = host_bytes or 0
+    room = hardware.memory_bytes.value if hardware else free_bytes - memory.host
+    why = f"{gib(memory.total)} of {gib(room)} GiB planned on the fullest device"
     return weights, f'parallel3d.pipeline.weights: "auto" is {weights} ({why})'
+
+
+def _lack_and_seconds(
+    setting: Setting, hardware: Hardware | None, host_bytes: int | None
+) -> tuple[int, float]:
+    """Return the bytes that a setting lacks, and the planned time of a step; 0 s if not known."""
+    if hardware is None:
+        memory = fullest(setting)
+        free_bytes = host_bytes or 0
+        return max(0, memory.total + memory.host - free_bytes), 0.0
+    device, host = room_of(hardware)
+    memory = worst(setting, hardware)
+    lack = max(0, memory.total - device) + max(0, memory.host - host)
+    return lack, step_time(setting, hardware).seconds
 
 
 def fixed_by(config: RunConfig) -> JsonObject:

@@ -2,13 +2,15 @@
 
 import pytest
 
+from parallel3d.config import RunConfig
 from parallel3d.plan.memory.peak import fullest, per_rank
-from parallel3d.plan.report.plan_rows import weights_for
+from parallel3d.plan.report.plan_rows import as_written, choose_gathers, weights_for
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting, leaves_weights_open
-from tests.plan.settings import changed
+from tests.config.configs import raw
+from tests.plan.settings import A100, changed
 from tests.plan.toy_cluster import GIB, config, machine
 
 pytestmark = pytest.mark.pure
@@ -67,7 +69,9 @@ def test_choice_is_printed_and_written():
         f'parallel3d.pipeline.weights: "auto" is per_step ({total} of 80.0 GiB planned on '
         "the fullest device)"
     )
-    whole = given.with_weights(weights, note)
+    chosen, notes = choose_gathers(given, machine(80 * GIB))
+    assert (chosen, notes) == ({"weights": weights}, (note,))
+    whole = given.with_gathers(chosen, notes)
     assert whole.to_dict()["parallel3d"]["pipeline"]["weights"] == "per_step"
     assert whole.notes == (*given.notes, note) and not leaves_weights_open(whole)
 
@@ -98,6 +102,73 @@ def test_least_memory_is_chosen_without_a_machine():
 def test_choice_is_made_only_for_zero_3_with_auto():
     assert not leaves_weights_open(resolved(zero=1))
     assert not leaves_weights_open(resolved(weights="per_pass"))
+
+
+LLAMA_13B = {
+    "family": "llama",
+    "hidden_size": 5120,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "intermediate_size": 13824,
+    "vocab_size": 32000,
+}
+
+
+def llama(sequence_length=1536, accumulation=1, **pipeline):
+    """Llama 13B on four devices, with full recomputation."""
+    pipeline = {"activation_checkpointing": "full"} | pipeline
+    changes = {
+        "parallel3d.mesh": {"dp": 4},
+        "parallel3d.model": LLAMA_13B,
+        "parallel3d.data.sequence_length": sequence_length,
+        "parallel3d.pipeline": pipeline,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+    }
+    return RunConfig.from_dict(raw(**changes)).resolve(4)
+
+
+def plan_of(given):
+    return as_written(given, request_of(given, A100, 4))
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "pipeline"),
+    [
+        (1, {}),
+        (4, {}),
+        (8, {"offload_activations": "cpu"}),
+        (2, {"offload_activations": "cpu"}),
+        (1, {"gradient_reduction": "per_microbatch"}),
+    ],
+)
+def test_auto_is_the_fastest_plan_that_fits(accumulation, pipeline):
+    """Of all ways to gather weights and reduce gradients; once a step they are 118 GiB of 75."""
+    given = llama(accumulation=accumulation, **pipeline)
+    reductions = ["per_step", "per_microbatch"]
+    if "gradient_reduction" in pipeline:
+        reductions = [pipeline["gradient_reduction"]]
+    every = [
+        plan_of(given.with_gathers({"weights": way, "gradient_reduction": reduction}, ()))
+        for way in ("per_step", "per_pass", "per_microbatch")
+        for reduction in reductions
+    ]
+    fitting = [plan.time.seconds for plan in every if plan.fits]
+    chosen, notes = choose_gathers(given, A100)
+    plan = plan_of(given.with_gathers(chosen, notes))
+    assert plan.fits and plan.time.seconds == min(fitting)
+    if "gradient_reduction" not in pipeline:
+        assert 'gradient_reduction: "auto" is per_microbatch (with per_step it lacks' in notes[1]
+
+
+@pytest.mark.parametrize(
+    "pipeline", [{"gradient_reduction": "per_step"}, {"schedule": "zero_bubble"}]
+)
+def test_reduction_that_is_set_or_required_stays(pipeline):
+    chosen, _ = choose_gathers(llama(**pipeline), A100)
+    assert [*chosen] == ["weights"]
 
 
 def test_search_chooses_weights_that_fit():
