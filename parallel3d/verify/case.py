@@ -70,6 +70,7 @@ THRESHOLDS: tuple[tuple[object, str, int], ...] = (
 SAVED_STEPS = STEPS - 1  # the run is saved after these; the resumed run makes the last step
 HELD_SECONDS = 20.0  # most that a save is held back until the step after it is done
 DROPOUT = 0.5
+DROPPED_STEPS = 2  # with dropout on, whose masks must differ
 VECTOR_SIZE = 32  # elements that are not all numbers of half precision by chance
 NORM_SIZE = 256  # features of the norms that are compared alone, and their tokens
 
@@ -137,7 +138,7 @@ def checked(
         grad_norm=worst(f.grad_norm for f in findings),
         weight=weight_error(config, [f.weights for f in findings]),
         way=relative_distance([f.weights for f in findings]) if config.precision == "fp32" else 0.0,
-        masks=share_of_wrong(masks, config.num_microbatches),
+        masks=share_of_wrong(masks, config.num_microbatches * DROPPED_STEPS),
         counters=float(any(counters not in (None, f.counters) for f in findings)),
         start=reference.start,
         settings=float(reference.settings),
@@ -441,9 +442,10 @@ class CaseRun:
                     self.wrong.append(float((a != b).float().mean()))
 
     def _dropped(self, batch: list[Microbatch], step: int) -> Masks:
-        """Run a step with dropout on and return the masks it drew."""
+        """Run two steps on one batch with dropout on, and return the masks that they drew."""
         coords = self.mesh.samples.coord, self.mesh.tensor.coord
         split = self.config.mesh.sequence_parallel
         with watched(self.parts.stages.module, coords, split, DROPOUT) as masks:
-            self.parts.executor.run(batch, step)
+            for later in range(DROPPED_STEPS):
+                self.parts.executor.run(batch, step + later)
         return masks

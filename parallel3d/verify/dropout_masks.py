@@ -15,7 +15,7 @@ from parallel3d.tensor.dropout import Dropout
 
 @dataclass
 class Masks:
-    """The dropout masks that one rank drew in a step."""
+    """The dropout masks that one rank drew in its steps."""
 
     coords: tuple[int, int]
     """dp, tp"""
@@ -23,10 +23,10 @@ class Masks:
     """Dropout layers on this rank."""
     split: list[str]
     """Places whose activation differs between tp ranks."""
-    drawn: dict[tuple[str, int], str] = field(default_factory=dict)
-    """(place, microbatch) -> state of the generator"""
-    redrawn: list[tuple[str, int]] = field(default_factory=list)
-    """Places and microbatches that were drawn again from another state."""
+    drawn: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    """(place, step, microbatch) -> state of the generator"""
+    redrawn: list[tuple[str, int, int]] = field(default_factory=list)
+    """Places, steps and microbatches that were drawn again from another state."""
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -
     def seed_and_record(layer: Dropout, device: torch.device) -> None:
         seed(layer, device)
         if layer.active_p > 0:
-            key = layer.place, layer.key.microbatch
+            key = layer.place, layer.key.step, layer.key.microbatch
             state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes()).hexdigest()
             if masks.drawn.setdefault(key, state) != state:
                 masks.redrawn.append(key)
@@ -59,8 +59,8 @@ def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -
 def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
     """Return the share of masks that are missing, or equal where they must differ, or the reverse.
 
-    Each place, microbatch and dp coordinate has its own mask, and so has each tp coordinate where
-    activations are split. Recomputation must draw the same mask again.
+    Each place, step, microbatch and dp coordinate has its own mask, and so has each tp coordinate
+    where activations are split. Recomputation must draw the same mask again.
     """
     pairs = set[tuple[tuple[object, ...], str]]()  # owners and states
     wrong = 0
@@ -69,11 +69,11 @@ def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
         wrong += len(masks.redrawn)
         total += len(masks.places) * num_microbatches
         wrong += len(masks.places) * num_microbatches - len(masks.drawn)
-        for (place, microbatch), state in masks.drawn.items():
+        for (place, step, microbatch), state in masks.drawn.items():
             dp, tp = masks.coords
             if place not in masks.split:
                 tp = 0
-            pairs.add(((place, microbatch, dp, tp), state))
+            pairs.add(((place, step, microbatch, dp, tp), state))
     # Each owner has one state, and each state one owner.
     wrong += len(pairs) - len({owner for owner, _ in pairs})
     wrong += len(pairs) - len({state for _, state in pairs})

@@ -41,6 +41,9 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # least this share of the type's eps.
 MARGIN = 4.0
 FLOORS = {"loss": 1 / 64, "grad_norm": 1 / 8, "weight": 1 / 8, "evaluation": 1 / 64}
+# Where tokens choose experts, another rounding swaps experts with nearly equal scores. Two runs
+# with one sample a microbatch add in the same order, so they do not show by how much.
+ROUTED_FLOORS = FLOORS | {"grad_norm": 1 / 2}
 TEXT_SEED = 7
 HELD_OUT_SEED = 8
 ORDER_SEED = 20
@@ -284,7 +287,8 @@ def tolerances_of(config: CompleteConfig, folder: Path, reference: Reference) ->
         "evaluation": max(relative([again.evaluation], [reference.evaluation])),
     }
     unit = torch.finfo(HALF[config.precision]).eps
-    return {name: MARGIN * max(size, FLOORS[name] * unit) for name, size in differences.items()}
+    floors = ROUTED_FLOORS if getattr(config.model, "num_experts", 1) > 1 else FLOORS
+    return {name: MARGIN * max(size, floors[name] * unit) for name, size in differences.items()}
 
 
 def relative(values: Sequence[float], expected: Sequence[float]) -> list[float]:

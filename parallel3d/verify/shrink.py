@@ -135,7 +135,7 @@ def shrink(
         "noise_scale_every": 0,
         "digest_every": 0,
         "check_bits": {},
-        "lr_schedule": {"type": kind, **SCHEDULES[kind]},
+        "lr_schedule": _small_schedule(kind, extent.steps),
     }
     block["checkpoint"] |= {"every": STEPS - 1, "at": (), "in_memory_every": 0}
     raw.pop("scheduler", None)
@@ -208,6 +208,47 @@ def _on_mesh(raw: dict[str, Any], mesh: MeshSizes, microbatches: int, batch: int
     return RunConfig.from_dict(changed, source).resolve(mesh.ranks).completed()
 
 
+def _small_schedule(kind: str, steps: int) -> JsonObject:
+    """Return a schedule of the rate that acts within these steps."""
+    schedule: JsonObject = {"type": kind, **SCHEDULES[kind]}
+    warmup = SCHEDULES[kind]["warmup_steps"]
+    if warmup >= steps:
+        schedule["warmup_steps"] = warmup = steps - 1
+    if "decay_steps" in schedule:
+        # A run of a single step has the decay alone.
+        schedule["decay_steps"] = min(STEPS - 1, steps - warmup)
+    return schedule
+
+
+def _small_bases(model: ModelConfig, small: dict[str, Any]) -> JsonObject:
+    """Return muP's bases of a small model."""
+    mup = parametrization_of(model)
+    head_size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    sizes = {
+        "base_width": (small["hidden_size"], model.hidden_size),
+        "base_head_size": (small["head_dim"] or HEAD_SIZE, head_size),
+        "base_depth": (small["num_hidden_layers"], model.num_hidden_layers),
+    }
+    bases: JsonObject = {}
+    for name, (small_size, size) in sizes.items():
+        base = getattr(mup, name)
+        if base is not None:
+            bases[name] = _same_ratio(small_size, size, base)
+    return bases
+
+
+def _same_ratio(small: int, size: int, base: int) -> int:
+    """Return the base of muP for a small size: as many times smaller as the config's is.
+
+    A base of another size is never rounded to the size itself, where muP changes nothing.
+    """
+    # A base that is much larger would multiply all numbers, and with them their rounding.
+    wanted = min(max(1, round(small * base / size)), 4 * small)
+    if wanted == small and base != size:
+        return max(1, small // 2) if base < size else 2 * small
+    return wanted
+
+
 def _small_model(
     model: ModelConfig, stages: int, tp_sizes: list[int], extent: Extent
 ) -> JsonObject:
@@ -229,7 +270,7 @@ def _small_model(
                 kv_heads = count
                 break
         heads = kv_heads * queries
-    small: JsonObject = {
+    small: dict[str, Any] = {
         "hidden_size": heads * HEAD_SIZE,
         "num_attention_heads": heads,
         # With the embedding and the head, one layer more than the stages divide evenly.
@@ -244,10 +285,6 @@ def _small_model(
     small |= {name: 0.0 for name in settings if name.endswith("_pdrop")}
     mup = parametrization_of(model)
     if mup.type == "mup":
-        # A base model that is larger would multiply all numbers, and with them their rounding.
-        sizes = {"base_width": heads * HEAD_SIZE, "base_head_size": HEAD_SIZE, "base_depth": 2}
-        small["parametrization"] = mup.model_dump() | {
-            name: size // 2 for name, size in sizes.items() if (getattr(mup, name) or 0) > size
-        }
+        small["parametrization"] = mup.model_dump() | _small_bases(model, small)
     small = {name: value for name, value in small.items() if name in settings}
     return small | models.small(model.model_copy(update=small), tp_sizes)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -13,7 +12,6 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.reader import JsonObject
 from parallel3d.config import RunConfig
 from parallel3d.config.data import weight_changes
-from parallel3d.model.parametrization import parametrization_of
 from parallel3d.models.common import pretrained_of
 from parallel3d.verify.case import CaseTask, checked
 from parallel3d.verify.measure import (
@@ -23,26 +21,24 @@ from parallel3d.verify.measure import (
     compile_operators,
 )
 from parallel3d.verify.reference import prepare, prepare_long
-from parallel3d.verify.shrink import LONG, drops_out, resuming_pair, shrink, why_not
+from parallel3d.verify.settings import (
+    ELSEWHERE,
+    NOT_PROVED,
+    PROVED,
+    Feature,
+    acts,
+    listed_settings,
+)
+from parallel3d.verify.shrink import LONG, MESHES, drops_out, resuming_pair, shrink, why_not
 
-PROVED = "proved"
-ELSEWHERE = "tested elsewhere"
-NOT_PROVED = "not proved"
-
-
-class Feature(NamedTuple):
-    """A feature of a config and how far it is proved.
-
-    `test` is the path in the repository of the test that has it if `verify` has not.
-    """
-
-    name: str
-    state: str
-    test: str = ""
+STATES = (PROVED, ELSEWHERE, NOT_PROVED)
 
 
 def features(config: RunConfig) -> tuple[Feature, ...]:
-    """Return the features of a config, in the order of their settings."""
+    """Return the features of a config in the order of their settings, and each changed setting."""
+    runnable = [mesh for mesh in MESHES if why_not(config, mesh) is None]
+    first = runnable[0]
+    small = shrink(config, (first,))[first]
     pipeline = config.pipeline
     data = config.data
     model = config.model
@@ -77,7 +73,7 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (config.precision == "fp16", "a step that overflows", "tests/engine/test_fp16.py"),
         (True, f"model.family = {model.family}", ""),
         (True, "mean and standard deviation of first weights", ""),
-        (parametrization_of(model).type != "standard", "model.parametrization", ""),
+        (acts(small), "model.parametrization", ""),
         (drops_out(config), "where dropout's masks agree and differ", ""),
         (drops_out(config), "dropout's scale", "tests/tensor/test_dropout.py"),
         (drops_out(config), "dropout's probabilities", "tests/models/test_model.py"),
@@ -146,17 +142,20 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         if is_used:
             listed.append(Feature(name, ELSEWHERE if test else PROVED, test))
     size = f"the model's own width, and samples of more than {LONG.sequence_length} tokens"
-    return *listed, Feature(size, NOT_PROVED)
+    names = {feature.name for feature in listed}
+    settings = [x for x in listed_settings(config, small) if x.name not in names]
+    return *listed, *settings, Feature(size, NOT_PROVED)
 
 
 def summary(config: RunConfig) -> str:
-    """Return the features as text: those that are proved in one line, a line for each other."""
-    listed = features(config)
-    lines = [f"{PROVED}: " + "; ".join(f.name for f in listed if f.state == PROVED)]
-    for name, state, test in listed:
-        if state != PROVED:
-            where = f" ({test})" if test else ""
-            lines.append(f"{state}: {name}{where}")
+    """Return the features as text: a line for those proved, for each test, and for the rest."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, state, test in features(config):
+        names.setdefault((state, test), []).append(name)
+    lines = []
+    for state, test in sorted(names, key=lambda key: (STATES.index(key[0]), key[1])):
+        where = f" ({test})" if test else ""
+        lines.append(f"{state}: {'; '.join(names[state, test])}{where}")
     return "\n".join(lines)
 
 

@@ -46,6 +46,7 @@ def small(family, mesh, mup=None, *, zero=1, offload="none", **settings):
     meshes = (sizes, MeshSizes(tp=4), MeshSizes(pp=4))
     shrunk = shrink(RunConfig.from_dict(raw), meshes, batch=BATCH)[sizes]
     raw = shrunk.to_dict()
+    raw["parallel3d"]["model"] |= {"parametrization": mup} if mup else {}
     raw["optimizer"]["params"] |= {"lr": 3e-3, "weight_decay": 1.0}
     raw["parallel3d"]["train"]["steps"] = STEPS
     pp, dp, tp = mesh
