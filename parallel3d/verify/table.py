@@ -144,7 +144,7 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
     size = f"the model's own width, and samples of more than {LONG.sequence_length} tokens"
     names = {feature.name for feature in listed}
     settings = [x for x in listed_settings(config, small) if x.name not in names]
-    return *listed, *settings, Feature(size, NOT_PROVED)
+    return *listed, Feature(size, NOT_PROVED), *settings
 
 
 def summary(config: RunConfig) -> str:
