@@ -146,7 +146,7 @@ def is_proved(name: str, path: str, config: RunConfig, small: CompleteConfig) ->
     if block == "model" or (block == "optimizer.params" and key in _OPTIMIZER):
         if key == "family":
             return True
-        return value_at(small, path) == value_at(config, path)
+        return bool(value_at(small, path) == value_at(config, path))
     return name in _KEPT and value_at(small, path) == value_at(config, path)
 
 
