@@ -44,6 +44,7 @@ _LONGEST = 8192
 # a head in parts is in one of them for a few parts, and after the last one for many.
 _CLOSE = 0.01
 _CLOSE_IN_PARTS = 0.1
+_NEGLIGIBLE = 2**12  # bytes or elements
 _TYPES = (torch.bfloat16, torch.float32)
 # Indices of monomials: those of most layers, of all, and of a head in parts.
 _LINEAR = (0, 1, 2, 3)
@@ -368,7 +369,7 @@ def _differences(cost: LayerCost, predicted: LayerCost, close: float) -> list[st
     if _operations(cost) != _operations(predicted):
         differences.append(f"{_operations(cost)}, not {_operations(predicted)}")
     for number, value in zip(_sizes(cost), _sizes(predicted), strict=True):
-        if abs(number - value) > close * abs(number):
+        if abs(number - value) > max(_NEGLIGIBLE, close * abs(number)):
             differences.append(f"{number}, not {value}")
     return differences
 
