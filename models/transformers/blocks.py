@@ -95,7 +95,7 @@ class Embedding(_Around):
         super().__init__(skeleton, context)
         for child in skeleton.watched.before:
             like = getattr(skeleton.base, child)
-            own = copied(like, _whole(context), f"{name}.{child}")
+            own = copied(like, _whole(context), f"{name}.{child}", skeleton.rms_norms)
             if child == skeleton.token:
                 own = Table(like, context)
             self.add_module(child, own)
@@ -142,7 +142,8 @@ class Head(_Around):
         super().__init__(skeleton, context)
         self.tail = nn.ModuleDict()
         for child in skeleton.watched.after:
-            self.tail[child] = copied(getattr(skeleton.base, child), context, f"{name}.{child}")
+            like = getattr(skeleton.base, child)
+            self.tail[child] = copied(like, context, f"{name}.{child}", skeleton.rms_norms)
         projection = skeleton.model.get_output_embeddings()
         vocab, size = projection.weight.shape
         self.output = VocabParallelOutput(
@@ -180,7 +181,7 @@ def _whole(context: LayerContext) -> LayerContext:
 def _dropouts(skeleton: Skeleton, name: str, context: LayerContext) -> dict[str, nn.Module]:
     """Return dropouts in place of those of the base model itself, by name."""
     return {
-        child: copied(module, context, f"{name}.{child}")
+        child: copied(module, context, f"{name}.{child}", {})
         for child, module in skeleton.base.named_children()
         if isinstance(module, nn.Dropout)
     }

@@ -4,7 +4,7 @@ Each module is made anew, because ZeRO-3 shards parameters as modules are made: 
 this rank's part, all else as it was, and the class of the original.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from parallel3d.tensor.collectives import (
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import CutModule, cut_parameter
 from parallel3d.tensor.dropout import Dropout
+from parallel3d.tensor.norm import RMSNorm
 from parallel3d.tensor.product import linear, linear_of_rows
 
 
@@ -105,15 +106,22 @@ class Linear(CutModule):
         return all_features(y, self.context.group) if self.style == GATHERED else y
 
 
-def copied(like: nn.Module, context: LayerContext, place: str) -> nn.Module:
-    """Return a module outside of the layers, such as a norm, whose parameters are not cut."""
+def copied(
+    like: Any, context: LayerContext, place: str, rms_norms: Mapping[nn.Module, float]
+) -> nn.Module:
+    """Return a module outside of the layers, such as a norm, whose parameters are not cut.
+
+    - `rms_norms`: the modules that the library's RMSNorm replaces, with their eps.
+    """
     if isinstance(like, nn.Dropout):
         over = context.sequence_group
         return Dropout(like.p, place, key=context.key, split_over=over)
+    if like in rms_norms:
+        return RMSNorm(like.weight.numel(), rms_norms[like], context=context)
     own = Copied(like, {n: cut_parameter(tuple(p.shape)) for n, p in _own_parameters(like)})
-    own.__class__ = type(like)  # type: ignore[assignment]
+    own.__class__ = type(like)
     for name, child in like.named_children():
-        own.add_module(name, copied(child, context, f"{place}.{name}"))
+        own.add_module(name, copied(child, context, f"{place}.{name}", rms_norms))
     return own
 
 
@@ -131,13 +139,15 @@ class LayerBuilder:
 
     def build(self, name: str = "") -> nn.Module:
         """Return the module of this name in the layer; "" is the layer itself."""
-        like = self._plan.layer.get_submodule(name)
+        like: Any = self._plan.layer.get_submodule(name)
         plan = self._plan
         style = plan.style(name)
         is_whole = name.partition(".")[0] in plan.wholes
         context = self._whole if is_whole else self._context
         if isinstance(like, nn.Dropout):
             return self._dropout(like, name, context)
+        if like in plan.rms_norms:
+            return RMSNorm(like.weight.numel(), plan.rms_norms[like], context=context)
         parameters = self._parameters(name, like)
         if isinstance(like, nn.Linear):
             return self._linear(like, name, parameters, context)

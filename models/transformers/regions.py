@@ -46,6 +46,7 @@ class LayerPlan:
 
     def __init__(self, skeleton: Skeleton, number: int) -> None:
         self.layer = skeleton.layers[number]
+        self.rms_norms = skeleton.rms_norms
         self._plan = skeleton.plan
         self._list = skeleton.list
         path = f"{skeleton.prefix}.{skeleton.list}.{number}"

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -202,6 +203,7 @@ class Skeleton:
         if not self.token:
             raise Unsupported("does not look its tokens up in a table of the base model first")
         self._check_parameters()
+        _ = self.rms_norms  # tried here, not where ZeRO-3 changes how tensors are made
         self._device = torch.device("cpu")
         self.width = 1
         self.width = self._find_width()
@@ -251,6 +253,26 @@ class Skeleton:
         model = _with_module(self.model, self.prefix, base)
         return _with_module(model, self.output, output)
 
+    @cached_property
+    def rms_norms(self) -> dict[nn.Module, float]:
+        """The modules that compute an RMSNorm, found by trying, with their eps.
+
+        Those of transformers keep copies in fp32 for the backward, a fused kernel does not.
+        """
+        known: dict[object, bool] = {}
+        found = {}
+        for module in self.model.modules():
+            eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+            names = [name for name, _ in module.named_parameters()]
+            if names != ["weight"] or not isinstance(eps, float) or module._buffers:
+                continue
+            key = type(module), eps, tuple(module.get_parameter("weight").shape)
+            if key not in known:
+                known[key] = _computes_rms_norm(module, eps)
+            if known[key]:
+                found[module] = eps
+        return found
+
     def move_buffers(self, device: torch.device) -> None:
         """Move the tables that the model's own modules hold (frequencies) to a device, once."""
         if device == self._device:
@@ -263,7 +285,7 @@ class Skeleton:
     def inputs_of(self, batch: int, seq: int, like: Tensor) -> dict[str, Any]:
         """Return inputs in place of embeddings that no layer reads, and without a cache."""
         embeddings = like.new_zeros(1).expand(batch, seq, self.width)
-        positions = torch.arange(seq, device=like.device).expand(batch, seq)
+        positions = torch.arange(seq, device=like.device).unsqueeze(0)
         return {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
 
     def _find_width(self) -> int:
@@ -423,6 +445,23 @@ def _built(settings: Any) -> PreTrainedModel:
         if buffer.is_meta:
             raise Unsupported(f"has the buffer {name} without values")
     return model.train()
+
+
+def _computes_rms_norm(module: nn.Module, eps: float) -> bool:
+    """Return True if a module with one weight and an eps gives what an RMSNorm would."""
+    shape = module.get_parameter("weight").shape
+    if len(shape) != 1 or shape[0] < 2:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, *shape, generator=generator)
+    weight = torch.randn(shape, generator=generator)
+    trial: Any = copy.copy(module)
+    object.__setattr__(trial, "_parameters", {"weight": weight})
+    try:
+        y = trial(x)
+    except Exception:  # broad: a module may want other inputs
+        return False
+    return torch.allclose(y, F.rms_norm(x, shape, weight, eps), rtol=1e-5, atol=1e-6)
 
 
 def _bound(function: Callable[..., None], first: object) -> Callable[..., None]:
