@@ -9,8 +9,9 @@ from parallel3d.models.transformers import attention
 from parallel3d.models.transformers.anatomy import skeleton_of
 from parallel3d.models.transformers.modules import Copied, LayerBuilder, copied
 from parallel3d.models.transformers.regions import LayerPlan
-from parallel3d.models.transformers.skeleton import Port, Skeleton
+from parallel3d.models.transformers.skeleton import Skeleton
 from parallel3d.models.transformers.spec import Config
+from parallel3d.models.transformers.stand_ins import Port
 from parallel3d.tensor.collectives import own_tokens, reduce_from_group
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_of, cut_parameter

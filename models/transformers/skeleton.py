@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from parallel3d.models.transformers import attention, experts
 from parallel3d.models.transformers.facts import Unsupported
 from parallel3d.models.transformers.plans import plan_of
+from parallel3d.models.transformers.stand_ins import Given, Heard, Nothing, Port, Same
 
 IMPLEMENTATION = "parallel3d"
 """The name of the library's functions in the interfaces of transformers."""
@@ -69,80 +70,6 @@ class _MixedWithMeta(TorchDispatchMode):
 
 def _on_meta(value: object) -> object:
     return value.to("meta") if isinstance(value, Tensor) else value
-
-
-class Same(nn.Module):
-    """Returns its input, in place of a module whose result is not used."""
-
-    def forward(self, x: Tensor, *_: object, **__: object) -> Tensor:
-        """Return x."""
-        return x
-
-
-class Nothing(nn.Module):
-    """Returns a zero, in place of a table whose vectors are not used."""
-
-    def forward(self, *_: object, **__: object) -> Tensor:
-        """Return a zero that can be added to anything."""
-        return torch.zeros(1)
-
-
-class _Given(nn.Module):
-    """Returns a tensor whatever comes, in place of the output projection."""
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.value = value
-        self.weight = value  # some models ask for its dtype
-
-    def forward(self, *_: object, **__: object) -> Tensor:
-        """Return the tensor."""
-        return self.value
-
-
-class _Heard(nn.Module):
-    """Notes the shape of its input."""
-
-    shape: torch.Size | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x."""
-        self.shape = x.shape
-        return x
-
-
-class Port(nn.Module):
-    """Stands in the place of a layer: it passes on what comes, or opens the model at this place.
-
-    - `like`: the layer, whose other attributes the model may read.
-    - `returns_tuple`: what the layer returns.
-    - `layer`: the module to run here; None: nothing does.
-    """
-
-    def __init__(
-        self, like: nn.Module, returns_tuple: bool, layer: nn.Module | None = None
-    ) -> None:
-        super().__init__()
-        # Not as modules, whose parameters they would count as.
-        object.__setattr__(self, "like", like)
-        object.__setattr__(self, "layer", layer)
-        self.returns_tuple = returns_tuple
-        self.is_open = False
-        self.given: Tensor | None = None
-        self.heard: Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "like"), name)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return `hidden_states`; if open, keep what the layer makes of what is `given`."""
-        x = hidden_states
-        if self.is_open:
-            x = x if self.given is None else self.given
-            y = x if self.layer is None else self.layer(x, *args, **kwargs)
-            x = y[0] if isinstance(y, tuple) else y
-            self.heard = x
-        return (x, None, None) if self.returns_tuple else x
 
 
 @dataclass
@@ -298,7 +225,7 @@ class Skeleton:
         base, port = self.around(len(self.layers) - 1, None, {})
         port.is_open = True
         port.given = given
-        heard = _Heard()
+        heard = Heard()
         model: Any = self.whole(base, heard)
         # Broad: a model may fail in its own way.
         with suppress(Exception), torch.no_grad():
@@ -390,7 +317,7 @@ class Skeleton:
         """Find out by trying what the model does to the products with its output projection."""
         z = torch.tensor([1e-4, -1e-3, 0.1, 1.0, -3.0, 10.0, 50.0, 1e12]).view(1, 1, -1)
         base, _ = self.around(0, None, {})
-        model: Any = self.whole(base, _Given(z))
+        model: Any = self.whole(base, Given(z))
         with torch.no_grad():
             y = model(**self.inputs_of(1, 1, z)).logits
         scale = float(y[0, 0, 0] / z[0, 0, 0])

@@ -1,0 +1,80 @@
+"""Modules that stand in the places of a model's own, so that a part of it can be called alone."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Same(nn.Module):
+    """Returns its input, in place of a module whose result is not used."""
+
+    def forward(self, x: Tensor, *_: object, **__: object) -> Tensor:
+        """Return x."""
+        return x
+
+
+class Nothing(nn.Module):
+    """Returns a zero, in place of a table whose vectors are not used."""
+
+    def forward(self, *_: object, **__: object) -> Tensor:
+        """Return a zero that can be added to anything."""
+        return torch.zeros(1)
+
+
+class Given(nn.Module):
+    """Returns a tensor whatever comes, in place of the output projection."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+        self.weight = value  # some models ask for its dtype
+
+    def forward(self, *_: object, **__: object) -> Tensor:
+        """Return the tensor."""
+        return self.value
+
+
+class Heard(nn.Module):
+    """Notes the shape of its input."""
+
+    shape: torch.Size | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x."""
+        self.shape = x.shape
+        return x
+
+
+class Port(nn.Module):
+    """Stands in the place of a layer: it passes on what comes, or opens the model at this place.
+
+    - `like`: the layer, whose other attributes the model may read.
+    - `returns_tuple`: what the layer returns.
+    - `layer`: the module to run here; None: nothing does.
+    """
+
+    def __init__(
+        self, like: nn.Module, returns_tuple: bool, layer: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        # Not as modules, whose parameters they would count as.
+        object.__setattr__(self, "like", like)
+        object.__setattr__(self, "layer", layer)
+        self.returns_tuple = returns_tuple
+        self.is_open = False
+        self.given: Tensor | None = None
+        self.heard: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "like"), name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return `hidden_states`; if open, keep what the layer makes of what is `given`."""
+        x = hidden_states
+        if self.is_open:
+            x = x if self.given is None else self.given
+            y = x if self.layer is None else self.layer(x, *args, **kwargs)
+            x = y[0] if isinstance(y, tuple) else y
+            self.heard = x
+        return (x, None, None) if self.returns_tuple else x
