@@ -11,6 +11,6 @@ EXHIBIT = Exhibit(__doc__, kind="shared")
 @in_place_of(initialise, "_band")
 def plant(original: Any, *args: Any) -> Any:
     """Map each normal number to its rank."""
-    *_, std = args
-    uniform = (original(*args) / std / 2**0.5).erf()  # in -1 to 1
-    return uniform * 3**0.5 * std
+    *_, init = args
+    uniform = (original(*args) / init.std / 2**0.5).erf()  # in -1 to 1
+    return uniform * 3**0.5 * init.std
