@@ -147,6 +147,13 @@ def test_every_changed_setting_is_in_one_list():
     assert states["pipeline.stages_per_rank = 2"] == "proved"
 
 
+@pytest.mark.parametrize(("precision", "state"), [("fp32", "proved"), ("bf16", "not proved")])
+def test_epsilon_is_proved_where_rounding_does_not_hide_it(precision, state):
+    config = config_with({"layer_norm_epsilon": 1e-4}, precision=precision)
+    states = {feature.name: feature.state for feature in features(config)}
+    assert states["model.layer_norm_epsilon = 0.0001"] == state
+
+
 @contextmanager
 def rate_of_the_base():
     rate = Scales.rate
