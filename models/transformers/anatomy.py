@@ -114,6 +114,9 @@ def find(config: str) -> Facts:
     tied: tuple[tuple[str, str], ...] = ()
     if skeleton.is_tied:
         tied = (("output.weight", f"embedding.{skeleton.token}.table.weight"),)
+    calls = skeleton.watched.calls.values()
+    if any(call.softcap is not None and call.dropout for call in calls):
+        raise Unsupported("has dropout of soft-capped scores; set attention_dropout to 0")
     return Facts(
         sizes=_sizes(skeleton),
         embedding=tuple(embedding),
@@ -122,7 +125,8 @@ def find(config: str) -> Facts:
         tied=tied,
         cut=_share_cut(spec for block in blocks for spec in block),
         kinds=tuple(kinds),
-        isolates=skeleton.has_interface,
+        isolates=skeleton.isolates,
+        attention_dropout=max((call.dropout for call in calls), default=0.0),
     )
 
 

@@ -22,7 +22,7 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.lock import Lock
 from parallel3d.model.spec import Init, ParamSpec
 
-FORM = 1
+FORM = 2
 """The number of this form of the facts; a file of another form is written anew."""
 ANATOMY = "parallel3d.models.transformers.anatomy"
 
@@ -55,6 +55,7 @@ class Facts:
     - `cut`: the share of the layers' parameters that tensor parallelism cuts.
     - `kinds`: for each block the number of the first one that costs the same.
     - `isolates`: attention can stay within documents, and share a sample among ranks.
+    - `attention_dropout`: the probability of dropout of scores.
     """
 
     sizes: Sizes
@@ -65,6 +66,7 @@ class Facts:
     cut: float
     kinds: tuple[int, ...]
     isolates: bool
+    attention_dropout: float
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> "Facts":
@@ -78,6 +80,7 @@ class Facts:
             cut=found["cut"],
             kinds=tuple(found["kinds"]),
             isolates=found["isolates"],
+            attention_dropout=found["attention_dropout"],
         )
 
 

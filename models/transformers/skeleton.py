@@ -5,10 +5,12 @@ its own pass their input on (`Skeleton.around`).
 """
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,8 @@ from parallel3d.models.transformers.stand_ins import Given, Heard, Nothing, Port
 
 IMPLEMENTATION = "parallel3d"
 """The name of the library's functions in the interfaces of transformers."""
+_MIXERS = re.compile(r"Conv(?!1D)|Mamba|SSM|Mixer|Delta|Recurrent|LinearAttention|RWKV|LSTM")
+"""In the names of classes that mix tokens without attention (GPT-2's Conv1D is linear)."""
 _PROBE = (2, 8)  # the batch and the sequence of the forward that is watched
 
 
@@ -155,6 +159,24 @@ class Skeleton:
     def has_interface(self) -> bool:
         """True if the attention is computed by the library's function."""
         return bool(self.settings._attn_implementation == IMPLEMENTATION)
+
+    @property
+    def isolates(self) -> bool:
+        """True if only the library's attention mixes tokens, at positions that can be given.
+
+        Each layer calls it, and has nothing else that is known to mix them: a convolution, or
+        states that one token hands to the next.
+        """
+        prefix = f"{self.prefix}." if self.prefix else ""
+        for number, layer in enumerate(self.layers):
+            place = f"{prefix}{self.list}.{number}."
+            if not any(name.startswith(place) for name in self.watched.calls):
+                return False
+            kinds = {type(module).__name__ for module in layer.modules()}
+            if any(_MIXERS.search(kind) for kind in kinds):
+                return False
+        takes_positions = "position_ids" in signature(self.base.forward).parameters
+        return self.has_interface and takes_positions
 
     def around(
         self, number: int, layer: nn.Module | None, replaced: Mapping[str, nn.Module]

@@ -111,6 +111,16 @@ class Config(ImportedSection):
         """The share of the layers' parameters that tensor parallelism cuts."""
         return self.facts.cut
 
+    @property
+    def isolates(self) -> bool:
+        """True if documents can be kept apart, and a sample shared among ranks."""
+        return self.facts.isolates
+
+    @property
+    def attention_dropout(self) -> float:
+        """The probability of dropout of attention's scores."""
+        return self.facts.attention_dropout
+
     def _problems(self) -> Iterator[Problem]:
         try:
             _ = self.facts

@@ -146,12 +146,15 @@ def _check_pooled_loss(
 
 def _check_shared_samples(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that nothing depends on an order of tokens that cp ranks do not see."""
-    dropout = getattr(model, "attn_pdrop", 0)
+    name = "attn_pdrop"
+    if hasattr(model, "attention_dropout"):
+        name = "config.attention_dropout"
+    dropout = getattr(model, name.removeprefix("config."), 0)
     capacity = getattr(model, "capacity_factor", None)
     shared = f"whole samples, which cp={mesh.cp} ranks share"
     if mesh.cp > 1 and dropout:
         yield Problem(
-            "parallel3d.model.attn_pdrop",
+            f"parallel3d.model.{name}",
             dropout,
             f"draws its masks inside a kernel that needs {shared}",
             "use 0, or mesh.cp = 1",
@@ -162,6 +165,27 @@ def _check_shared_samples(mesh: MeshConfig, model: ModelConfig) -> Iterator[Prob
             capacity,
             f"drops the last tokens of {shared}",
             "use null, or mesh.cp = 1",
+        )
+
+
+def _check_token_mixing(
+    mesh: MeshConfig, data: DataConfig, model: ModelConfig
+) -> Iterator[Problem]:
+    """Check that only attention that the library computes mixes tokens, where it must know them."""
+    places: list[tuple[str, int, str]] = []
+    if data.isolate_documents:
+        places.append(("parallel3d.data.isolate_documents", True, "false"))
+    if mesh.cp > 1:
+        places.append(("parallel3d.mesh.cp", mesh.cp, "1"))
+    if not places or getattr(model, "isolates", True):
+        return
+    for place, value, remedy in places:
+        yield Problem(
+            place,
+            value,
+            "needs a model in which only attention mixes tokens, through transformers' attention "
+            "interface and at given positions; model.config has another",
+            f"use {remedy}, or another model",
         )
 
 
@@ -252,6 +276,7 @@ MODEL_CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_context,
     _check_experts,
     _check_shared_samples,
+    _check_token_mixing,
     _check_pooled_loss,
     _check_parametrization,
     _check_share_cut,

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.model.spec import ParamSpec
 from parallel3d.models.transformers import modules
 from parallel3d.models.transformers.skeleton import Skeleton
@@ -26,6 +27,7 @@ _OWN = {
             "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
         },
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
 }
 ISOLATED = {"parallel3d.data.isolate_documents": True}
 # Meshes are pp x dp x tp, or pp x dp x cp x tp; all have 4 ranks, and the models 2 key/value heads
@@ -47,9 +49,9 @@ FEATURES = [
 ]
 
 
-def case_of(kind, **settings):
-    """A run of a small model of an architecture."""
-    fields = small_config(kind, STD) | _OWN.get(kind, {})
+def case_of(kind, own=None, **settings):
+    """A run of a small model of an architecture, with fields of its `own`."""
+    fields = small_config(kind, STD) | _OWN.get(kind, {}) | (own or {})
     model = {"family": "transformers", "config": fields, "vocab_size": VOCABULARY}
     return Case(model=model, batch=8, microbatches=2, **settings)
 
@@ -142,3 +144,24 @@ def test_planted_faults_are_found():
             assert worst < TOLERANCE["fp32"], errors
         else:
             assert worst > 10 * TOLERANCE["fp32"], (fault, errors)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "place"),
+    [
+        pytest.param("bloom", {"changes": ISOLATED}, "isolate_documents", id="own attention"),
+        pytest.param("lfm2", {"mesh": (1, 1, 2, 1)}, "mesh.cp", id="convolution"),
+        pytest.param("olmo_hybrid", {"changes": ISOLATED}, "isolate_documents", id="recurrence"),
+    ],
+)
+def test_mixing_of_tokens_beside_attention_is_refused(kind, settings, place):
+    with pytest.raises(ConfigError, match=f"{place}.*only attention mixes tokens"):
+        _ = case_of(kind, **settings).config
+
+
+def test_dropout_that_ranks_cannot_share_is_refused():
+    dropping = {"attention_dropout": 0.1}
+    with pytest.raises(ConfigError, match=r"config\.attention_dropout = 0\.1"):
+        _ = case_of("granite", dropping, mesh=(1, 1, 2, 1)).config
+    with pytest.raises(ConfigError, match="soft-capped"):
+        _ = case_of("gemma2", dropping).config
