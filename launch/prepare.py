@@ -35,6 +35,7 @@ def main() -> int:
             if args.manifest:
                 prepare_manifests(config.data, progress)
             corpus = prepare(config.data, progress)
+            config.with_vocab_size(corpus.vocab_size)  # a run would refuse a smaller model's
             check_length(corpus, config.data.sequence_length, batch_of_run(config))
             written = export_megatron(corpus, args.to[1]) if args.to else []
         summary = summarise(corpus, tokens_of_run(config, corpus))

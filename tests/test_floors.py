@@ -68,7 +68,7 @@ BUDGET = {
     "models": 27_000,
     "parallel3d/base": 6_800,
     "parallel3d/checkpoint": 10_000,
-    "parallel3d/config": 13_500,
+    "parallel3d/config": 14_300,
     "parallel3d/data": 30_200,
     "parallel3d/engine": 14_200,
     "parallel3d/extras/calibrate": 5_900,

@@ -193,6 +193,9 @@ def _unknown(
     places = _places_by_name(listed)
     if only := listed.get(path):
         yield Problem(path, value, f"is only a setting of {only}", f"remove it; {here}")
+    elif key.lower().replace("-", "_") in root.foreign:
+        ours = root.foreign[key.lower().replace("-", "_")]
+        yield Problem(path, value, "is another program's name", f"set {ours}")
     elif near := get_close_matches(key.lower(), [*known, *refused], 1, _TYPO):
         yield Problem(path, value, "is not a setting", f'the nearest one is "{near[0]}"')
     elif near := get_close_matches(key.lower(), places, 1, _TYPO):

@@ -29,6 +29,8 @@ class Section(BaseModel):
     # Only those of the outermost section are used.
     refused: ClassVar[Mapping[str, Mapping[str, "Refusal"]]] = {}
     """Known keys that are refused, by the path of their block."""
+    foreign: ClassVar[Mapping[str, str]] = {}
+    """Names that other programs have for our settings, and our paths of these."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True

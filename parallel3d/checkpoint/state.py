@@ -12,6 +12,7 @@ from parallel3d.base.masking import mask
 from parallel3d.base.reader import JsonObject, value_at
 from parallel3d.base.say import Say
 from parallel3d.base.section import ABSENT
+from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import CompleteConfig
 from parallel3d.config.deepspeed import file_of
@@ -117,7 +118,16 @@ class RunState:
                 f"be held out now; use version {state['versions']['parallel3d']}, or start a new "
                 "run with another run.name"
             )
-        if state["tokenizer"] != self._fixed["tokenizer"]:
+        is_other = state["tokenizer"] != self._fixed["tokenizer"]
+        trains = all(value_at(c, "parallel3d.data.tokenizer") == "train" for c in (was, now))
+        if is_other and trains:
+            raise CheckpointError(
+                f"{path} was trained with another tokenizer: it is trained on the corpus, and the "
+                "corpus or data.vocab_size has changed since; add --data.tokenizer "
+                f"{path.absolute() / TOKENIZER} to go on with the run's own, or start a new run "
+                "with another run.name"
+            )
+        if is_other:
             raise CheckpointError(
                 f"{path} was trained with another tokenizer, whose tokens have other meanings; set "
                 "data.tokenizer back, or start a new run with another run.name"

@@ -16,6 +16,7 @@ from parallel3d.config.deepspeed import (
     OptimizerConfig,
     ZeroConfig,
 )
+from parallel3d.config.foreign_names import OURS
 from parallel3d.config.monitors import (
     CometConfig,
     CommsLoggerConfig,
@@ -34,6 +35,7 @@ class RunSettings(Section):
     """One ds.json: DeepSpeed's keys with DeepSpeed's meaning, and the "parallel3d" block."""
 
     refused: ClassVar[Mapping[str, Mapping[str, Refusal]]] = deepspeed_keys.UNUSED
+    foreign: ClassVar[Mapping[str, str]] = OURS
 
     train_batch_size: Positive | None = None
     """Samples per step: micro batch x accumulation x dp. As in DeepSpeed, a size that is not set is

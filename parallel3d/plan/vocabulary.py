@@ -33,10 +33,10 @@ def with_vocabulary(config: RunConfig, may_guess: bool = False) -> RunConfig:
 
     - `may_guess`: if it cannot be read, take the size of the published model, with a note.
 
-    Raises ConfigError if the size is unknown.
+    Raises ConfigError if the size is unknown, or smaller than the tokenizer's.
     """
     if config.model.vocab_size != "auto":
-        return config
+        return _with_known_tokenizer(config)
     if config.data.has_own_size:
         return config.with_vocab_size(config.data.vocab_size)
     tokenizer = config.data.tokenizer
@@ -55,6 +55,13 @@ def with_vocabulary(config: RunConfig, may_guess: bool = False) -> RunConfig:
         ).error()
     note = f"{VOCABULARY}: auto = {size:,}, {how}"
     return config.with_vocab_size(size).with_notes(*config.notes, note)
+
+
+def _with_known_tokenizer(config: RunConfig) -> RunConfig:
+    """Return the config if its model has a row for each token of a tokenizer on this machine."""
+    file = None if config.data.has_own_size else _file_of(config.data.tokenizer)
+    size = _count(file) if file else None
+    return config.with_vocab_size(size) if size else config
 
 
 def _file_of(tokenizer: str) -> Path | None:

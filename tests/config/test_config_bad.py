@@ -93,6 +93,14 @@ BAD = [
     (f"{P3D}.model", LLAMA | {"embd_pdrop": 0.1}, 'only a setting of family "gpt"', "has: from_"),
     (f"{P3D}.model.rope_theta", 10000.0, 'only a setting of family "llama"', "this block has"),
     ("scheduler", {"type": "WarmupLR", "params": {"cos_min_ratio": 1}}, 'of type "WarmupC', "has"),
+    # names of Hugging Face's Trainer and of Megatron-LM
+    ("per_device_train_batch_size", 8, "another program", "set train_micro_batch_size_per_gpu"),
+    ("micro_batch_size", 8, "another program's name", "set train_micro_batch_size_per_gpu"),
+    (f"{P3D}.train.max_steps", 8, "another program's name", f"set {STEPS}"),
+    (f"{P3D}.train.learning-rate", 1e-3, "another program's name", "set optimizer.params.lr"),
+    (f"{P3D}.model.num_layers", 4, "another program's name", "model.num_hidden_layers"),
+    ("seq_length", 4, "another program's name", "set parallel3d.data.sequence_length"),
+    ("moe", True, "another program's name", 'family = "moe", and parallel3d.mesh.ep'),
     # choices
     (f"{ZERO}.stage", 4, "must be 0, 1, 2 or 3", "write 0, 1, 2 or 3"),
     (f"{ZERO}.stage", True, "must be 0, 1, 2 or 3", "write a whole number"),

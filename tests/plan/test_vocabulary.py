@@ -35,6 +35,18 @@ def test_tokenizer_in_a_folder_is_counted(tmp_path, content, size):
     assert f"auto = {size}, counted in {tmp_path}/tokenizer.json" in config.notes[-1]
 
 
+def test_tokenizer_with_more_tokens_than_the_model_is_refused_in_a_plan(tmp_path):
+    """As the run does; a tokenizer that is not here is left to it."""
+    content = {"model": {"vocab": {"a": 0, "b": 1, "c": 2}}, "added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    small = {"parallel3d.model.vocab_size": 2}
+    with pytest.raises(ConfigError, match=r"vocab_size = 2: is smaller than the tokenizer's 3"):
+        with_vocabulary(config_of(tmp_path, **small))
+    assert with_vocabulary(config_of("my/tokenizer", **small)).model.vocab_size == 2
+    fitting = {"parallel3d.model.vocab_size": 3}
+    assert with_vocabulary(config_of(tmp_path, **fitting)).model.vocab_size == 3
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "size", "whose"),
     [

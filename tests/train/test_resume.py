@@ -198,7 +198,7 @@ def test_another_run_is_refused_by_name(config, half):
         f"parallel3d.data.sequence_length was {LENGTH} and is now 8": {
             "parallel3d__data__sequence_length": 8
         },
-        "was trained with another tokenizer": {"parallel3d__data__vocab_size": 270},
+        "step-4/tokenizer to go on with the run's own": {"parallel3d__data__vocab_size": 270},
         "is of another model: blocks.1.": {"parallel3d__model__num_hidden_layers": 1},
         "is of another model: embedding.token.weight has shape": {
             "parallel3d__model__hidden_size": 16
