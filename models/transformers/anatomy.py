@@ -20,7 +20,7 @@ from parallel3d.model.spec import CutOver, Init, ParamSpec
 from parallel3d.models.transformers.facts import Facts, Sizes, Unsupported, answer
 from parallel3d.models.transformers.initial_values import recorded
 from parallel3d.models.transformers.regions import ROW, LayerPlan, Place
-from parallel3d.models.transformers.skeleton import Skeleton
+from parallel3d.models.transformers.skeleton import Skeleton, named_biases
 from parallel3d.models.transformers.spec import Config
 
 # Fields of every config.json that are no setting of the architecture.
@@ -99,6 +99,9 @@ def find(config: str) -> Facts:
         for name, parameter in layer.named_parameters():
             init = inits[f"{prefix}{skeleton.list}.{number}.{name}"]
             specs.append(_spec(f"layer.{name}", parameter, plan.place(name), init))
+        for name, bias in named_biases(layer).items():
+            own = f"layer.{name}"
+            specs.append(ParamSpec(own, tuple(bias.shape), (), Init(), False, role="balance"))
         blocks.append(tuple(specs))
         kinds.append(first.setdefault(_kind(plan, specs), number))
     head = []

@@ -24,6 +24,7 @@ from parallel3d.models.transformers.regions import (
     LayerPlan,
     Place,
 )
+from parallel3d.models.transformers.skeleton import biases_of
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.collectives import (
     all_features,
@@ -48,10 +49,18 @@ class Copied(CutModule):
         for name, value in vars(like).items():
             if name not in _OF_MODULES and "_hooks" not in name:
                 self.__dict__[name] = value
+        biases = biases_of(like)
         for name, buffer in like._buffers.items():
+            if name in biases:
+                continue
             device = torch.empty(0).device  # where modules are built
             copy = None if buffer is None else buffer.clone().to(device)
             self.register_buffer(name, copy, persistent=False)
+        for name, bias in biases.items():
+            self.register_parameter(name, cut_parameter(tuple(bias.shape)))
+            # For the engine: no bias moves, whatever the loads (engine/score_biases.py).
+            self.register_buffer("counts", torch.zeros(bias.shape, dtype=torch.int64), False)
+            self.bias_rate = 0.0
         for name, value in like._parameters.items():
             self.register_parameter(name, None if value is None else parameters[name])
 

@@ -142,9 +142,20 @@ class Skeleton:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each parameter by its name in transformers."""
-        named = self.model.named_parameters(remove_duplicate=False)
-        return {name: tuple(parameter.shape) for name, parameter in named}
+        """The shape of each parameter and bias of scores, by its name in transformers."""
+        stored = {**self.model.state_dict()}
+        return {name: tuple(x.shape) for name, x in stored.items() if name not in self.constants}
+
+    @cached_property
+    def constants(self) -> list[str]:
+        """The buffers that transformers saves with the weights, but for biases of scores."""
+        names = set(self.model.state_dict())
+        for name, _ in self.model.named_parameters(remove_duplicate=False):
+            names.discard(name)
+        for number, layer in enumerate(self.layers):
+            for name in named_biases(layer):
+                names.discard(f"{self.prefix}.{self.list}.{number}.{name}".removeprefix("."))
+        return sorted(names)
 
     @property
     def is_tied(self) -> bool:
@@ -368,6 +379,28 @@ class Skeleton:
         if self.watched.without_gradient:
             first = self.watched.without_gradient[0]
             raise Unsupported(f"has the parameter {first}, which gets no gradient")
+
+
+def biases_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own biases of experts' scores: buffers of zeros that are saved, by name.
+
+    They have no gradient, and a published model has values in them.
+    """
+    found = {}
+    for name, buffer in module._buffers.items():
+        is_saved = buffer is not None and name not in module._non_persistent_buffers_set
+        if is_saved and buffer.dim() == 1 and buffer.is_floating_point() and not buffer.any():
+            found[name] = buffer
+    return found
+
+
+def named_biases(layer: nn.Module) -> dict[str, Tensor]:
+    """Return the biases of experts' scores in a layer, by name."""
+    found = {}
+    for name, module in layer.named_modules():
+        for leaf, bias in biases_of(module).items():
+            found[f"{name}.{leaf}".removeprefix(".")] = bias
+    return found
 
 
 def _built(settings: Any) -> PreTrainedModel:
