@@ -3,7 +3,7 @@
 A family may add `huggingface.py`: its architecture and parameter names in transformers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,6 +88,16 @@ def train_flops_per_token(config: ModelConfig, seq: int) -> float:
 def huggingface(family: str) -> ModuleType | None:
     """Return the family's `huggingface` module, which loads torch; None if it has none."""
     return find_part(family, "huggingface")
+
+
+def to_files(config: ModelConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors in files for some full parameters, by name.
+
+    A family's `to_files` has those that the modules of transformers have under other names.
+    """
+    family: Any = huggingface(config.family)
+    convert = getattr(family, "to_files", family.to_huggingface)
+    return dict(convert(config, weights))
 
 
 def find_part(family: str, part: str) -> ModuleType | None:

@@ -77,7 +77,7 @@ BUDGET = {
     "parallel3d/extras/guard": 6_400,
     "parallel3d/extras/report": 2_800,
     "parallel3d/extras/scaling": 28_700,
-    "parallel3d/huggingface": 6_100,
+    "parallel3d/huggingface": 6_800,
     "parallel3d/mesh": 9_200,
     "parallel3d/model": 6_100,
     "parallel3d/pipeline": 3_400,

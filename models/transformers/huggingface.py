@@ -1,9 +1,13 @@
 """Any decoder of transformers: its own config and names."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from parallel3d.models.pretrained import Part
@@ -27,9 +31,13 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
     Raises ValueError for another class.
     """
     settings = settings_of(config.json_of_model)
-    own = type(skeleton_of(config).model).__name__
+    skeleton = skeleton_of(config)
+    own = type(skeleton.model).__name__
     if name not in (None, own):
         raise ValueError(f"this model cannot be a {name}; use {own}")
+    if skeleton.constants:
+        raise ValueError(f"it has the buffer {skeleton.constants[0]}, which no checkpoint has")
+    settings.use_cache = json.loads(config.config).get("use_cache", True)
     settings.architectures = [own]
     settings.bos_token_id = settings.eos_token_id = end_of_text
     return settings
@@ -59,9 +67,72 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
     return found
 
 
+def to_files(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that `save_pretrained` writes for them: each expert has its own."""
+    shapes = skeleton_of(config).shapes
+    found = {}
+    for name, value in weights.items():
+        for part in parts(config, name, tuple(value.shape)):
+            own = value[part.index] if part.index else value.view(shapes[name_of(config, name)])
+            found[part.name] = own
+    return found
+
+
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Return the tensor of transformers that holds one of our parameters, of this shape."""
-    return (Part(name_of(config, name), shape, tuple(range(len(shape)))),)
+    """Return the tensors in files that hold one of our parameters, of this shape."""
+    return _parts(config, name, shape)
+
+
+def packed(config: Config, name: str, shape: tuple[int, ...]) -> Part:
+    """Return the tensor of the model itself that holds a parameter; files may have it, too."""
+    return Part(name_of(config, name), shape, tuple(range(len(shape))))
+
+
+@lru_cache(maxsize=2**16)
+def _parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Find out by trying what transformers makes of a small parameter as it saves it.
+
+    Where that is no slice of the parameter, the file has the model's own tensor, which
+    transformers loads as well.
+    """
+    whole = packed(config, name, shape)
+    skeleton = skeleton_of(config)
+    own = skeleton.shapes[whole.name]
+    try:
+        saved = skeleton.saved({whole.name: torch.empty(own, device="meta")})
+        sizes = list(shape)
+        depth = 0
+        while prod(shape[:depth]) < len(saved):
+            depth += 1
+        for dim in range(depth, len(shape)):
+            sizes[dim] = 3 + dim
+        numbers = torch.arange(prod(sizes)).view(sizes)
+        saved = skeleton.saved({whole.name: numbers.view(_fused(sizes, shape, own))})
+    # Broad: conversions of several tensors into one raise errors of many types.
+    except Exception:
+        return (whole,)
+    inner = prod(sizes[depth:])
+    found = []
+    for stored, value in saved.items():
+        number = torch.tensor(int(value.flatten()[0]) // inner)
+        index = tuple(int(x) for x in torch.unravel_index(number, shape[:depth]))
+        if not torch.equal(value.flatten(), numbers[index].flatten()):
+            return (whole,)
+        found.append(Part(stored, shape[depth:], tuple(range(len(shape) - depth)), index))
+    return tuple(sorted(found, key=lambda part: part.index))
+
+
+def _fused(sizes: Sequence[int], shape: Sequence[int], own: Sequence[int]) -> list[int]:
+    """Return `sizes` with those dims as one that are one dim of `own`, as those of `shape`."""
+    fused = []
+    at = 0
+    for size in own:
+        end = at + 1
+        while prod(shape[at:end]) < size:
+            end += 1
+        fused.append(prod(sizes[at:end]))
+        at = end
+    return fused
 
 
 def name_of(config: Config, name: str) -> str:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -156,6 +157,11 @@ class Skeleton:
             for name in named_biases(layer):
                 names.discard(f"{self.prefix}.{self.list}.{number}.{name}".removeprefix("."))
         return sorted(names)
+
+    def saved(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that `save_pretrained` writes for some of the model's own."""
+        saved: dict[str, Tensor] = revert_weight_conversion(self.model, weights)
+        return saved
 
     @property
     def is_tied(self) -> bool:
@@ -386,10 +392,11 @@ def biases_of(module: nn.Module) -> dict[str, Tensor]:
 
     They have no gradient, and a published model has values in them.
     """
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, buffer in module._buffers.items():
-        is_saved = buffer is not None and name not in module._non_persistent_buffers_set
-        if is_saved and buffer.dim() == 1 and buffer.is_floating_point() and not buffer.any():
+        if buffer is None or name in module._non_persistent_buffers_set:
+            continue
+        if buffer.dim() == 1 and buffer.is_floating_point() and not buffer.any():
             found[name] = buffer
     return found
 

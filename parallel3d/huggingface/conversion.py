@@ -347,12 +347,14 @@ def import_folder(
     def read(name: str) -> Tensor:
         value = weights.read_whole(name)
         for stored_name in layout.names[name]:  # now, while the file is in the page cache
-            stored = weights.stored[stored_name]
+            stored = weights.stored.get(stored_name)
+            if stored is None:  # the source has several of them in one
+                continue
             stamps[stored_name] = stamp(tensor_in(stored.path, stored.name).to(layout.dtype))
         return value
 
     def write(out: Path) -> Proof:
-        write_tensors(read, layout, out, progress)
+        written = write_tensors(read, layout, out, progress)
         others = (folder / name for name in (CONFIG, GENERATION, CARD, "LICENSE", "LICENSE.txt"))
         for path in [*filter(Path.is_file, others), *tokenizer_files(folder)]:
             shutil.copyfile(path, out / path.name)
@@ -361,7 +363,7 @@ def import_folder(
             pretrained.class_of(settings) or _class_of(config),
             out,
             layout,
-            {tensors: tensors_differ(out, layout, stamps, progress)},
+            {tensors: tensors_differ(out, layout, written | stamps, progress)},
             read=weights.read_whole,
             has_tokenizer=bool(tokenizer_files(folder)),
         )

@@ -9,7 +9,7 @@ from itertools import chain, product
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -268,15 +268,25 @@ class PublishedWeights:
         self._family: ModuleType = family
         layers = models.layers(config)
         self.shapes = {name: spec.shape for name, spec in named_params(layers).items()}
+        self._packed: set[str] = set()  # parameters that files have as the modules do
         # Name of a tied weight in transformers -> name of its copy, which a file may contain too.
         self._tied = {}
         for copy, original in tied_names(layers).items():
             copy_parts = family.parts(config, copy, self.shapes[original])
             self._tied[self._parts(original)[0].name] = copy_parts[0].name
-        expected: dict[str, Tensor] = {}
+        in_files: dict[str, dict[str, Tensor]] = {}
+        in_modules: dict[str, dict[str, Tensor]] = {}  # files may have these, too
         for name, shape in self.shapes.items():
-            expected |= family.to_huggingface(config, {name: torch.empty(shape, device="meta")})
-        self._tensors = self._headers({*expected, *self._tied.values()})
+            parameter = {name: torch.empty(shape, device="meta")}
+            in_files[name] = models.to_files(config, parameter)
+            in_modules[name] = family.to_huggingface(config, parameter)
+        forms = (*in_files.values(), *in_modules.values())
+        self._tensors = self._headers({*chain.from_iterable(forms), *self._tied.values()})
+        expected: dict[str, Tensor] = {}
+        for name, tensors in in_files.items():
+            if tensors.keys() != in_modules[name].keys() <= self._tensors.keys():
+                self._packed.add(name)
+            expected |= in_modules[name] if name in self._packed else tensors
         for name, value in expected.items():
             self._check(name, tuple(value.shape))
         self.stored = {name: self._tensors[name] for name in expected}
@@ -343,7 +353,11 @@ class PublishedWeights:
             self.stored[part.name].read(part.shape, stored_offsets, target.permute(inverse))
 
     def _parts(self, name: str) -> tuple[Part, ...]:
-        parts: tuple[Part, ...] = self._family.parts(self._config, name, self.shapes[name])
+        family: Any = self._family
+        shape = self.shapes[name]
+        if name in self._packed:
+            return (family.packed(self._config, name, shape),)
+        parts: tuple[Part, ...] = family.parts(self._config, name, shape)
         return parts
 
     def _headers(self, known: set[str]) -> dict[str, StoredTensor]:

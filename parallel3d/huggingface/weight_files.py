@@ -98,9 +98,7 @@ class WeightFiles:
         tensors = {name: value}
         if not self.refusal:
             tensors = {name: fold(value, self._specs[name].folded)}
-            family = models.huggingface(self.config.family)
-            assert family is not None
-            tensors = family.to_huggingface(self.config, tensors)
+            tensors = models.to_files(self.config, tensors)
         return {n: _contiguous(tensor.to(self.dtype)) for n, tensor in tensors.items()}
 
     @cached_property

@@ -1,0 +1,53 @@
+"""Folders of any decoder of transformers, imported: names, values and biases are transformers'."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from parallel3d.base.errors import ConfigError
+from parallel3d.huggingface.conversion import import_folder
+from tests.models.architectures import small_config
+
+pytestmark = pytest.mark.gloo
+
+
+def saved(kind, folder, **options):
+    """A small model of an architecture, saved by transformers; its biases are not zero."""
+    fields = small_config(kind, std=0.2)
+    del fields["model_type"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**fields, pad_token_id=None))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape))
+    model.save_pretrained(folder, **options)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "phi3", "deepseek_v3", "minimax_m2", "gpt_oss"])
+def test_imported_folder_has_the_tensors_that_transformers_saves(kind, tmp_path):
+    theirs = saved(kind, tmp_path / "model")
+    proof = import_folder(tmp_path / "model", tmp_path / "out")
+    assert proof.ok, proof
+    ours = load_file(tmp_path / "out/model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def test_packed_experts_are_read(tmp_path):
+    packed = saved("deepseek_v3", tmp_path / "packed", save_original_format=False)
+    single = saved("deepseek_v3", tmp_path / "single")
+    assert packed.keys() != single.keys()
+    proof = import_folder(tmp_path / "packed", tmp_path / "out")
+    assert proof.ok, proof
+    ours = load_file(tmp_path / "out/model.safetensors")
+    assert ours.keys() == single.keys()
+    assert all(torch.equal(ours[name], value) for name, value in single.items())
+
+
+def test_buffer_that_no_checkpoint_has_is_refused(tmp_path):
+    saved("apertus", tmp_path / "model")
+    with pytest.raises(ConfigError, match="act_fn"):
+        import_folder(tmp_path / "model", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
