@@ -1,6 +1,7 @@
 """Base classes of a config's sections: strict frozen models, and problems with a remedy."""
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -162,10 +163,28 @@ Strings = Items[str]
 def _path_text(text: str) -> str:
     if hidden := next((c for c in text if c < " " or c == "\x7f"), ""):
         raise ValueError(f"contains the control character U+{ord(hidden):04X}; remove it")
-    return text
+    return expand_path(text)
 
 
-# A path without control characters, which no terminal or file system should see.
+def expand_path(text: str) -> str:
+    """Return a path with the user's folder in place of ~, and environment variables replaced.
+
+    Raises ValueError for a user or a variable that is not known.
+    """
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ValueError("names the folder of a user who is not known; write the whole path")
+    for braced, plain in re.findall(r"\$(?:\{(\w+)\}|(\w+))", path, re.ASCII):
+        if (name := braced or plain) not in os.environ:
+            raise ValueError(
+                f"names the environment variable {name}, which is not set; export it, or write "
+                "the whole path"
+            )
+    return os.path.expandvars(path)
+
+
+# A path without control characters, which no terminal or file system should see; ~ and environment
+# variables are replaced.
 PathText = Annotated[str, AfterValidator(_path_text)]
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from pydantic import AfterValidator
 from parallel3d import models
 from parallel3d.base import user_folders
 from parallel3d.base.reader import JsonObject, block_at
-from parallel3d.base.section import Items, PathText
+from parallel3d.base.section import Items, PathText, expand_path
 from parallel3d.model import optimizers
 from parallel3d.schedule import schedules
 
@@ -27,8 +28,17 @@ def register(raw: JsonObject) -> None:
     run = block_at(raw, "parallel3d.run")
     for name, (package, variable, _) in _KINDS.items():
         for folder in folders if isinstance(folders := run.get(name), list) else ():
-            if isinstance(folder, str) and "\0" not in folder and Path(folder).is_dir():
-                user_folders.add(folder, package.__path__, variable)
+            if isinstance(folder, str) and "\0" not in folder:
+                path = _expanded(folder)
+                if path.is_dir():
+                    user_folders.add(str(path), package.__path__, variable)
+
+
+def _expanded(folder: str) -> Path:
+    """Return the path of a folder as its setting is read; as it is written if it cannot be read."""
+    with suppress(ValueError):
+        return Path(expand_path(folder))
+    return Path(folder)
 
 
 def _folder_of(name: str) -> Callable[[str], str]:

@@ -106,7 +106,7 @@ def matching_files(paths: Iterable[str], suffix: str = "txt") -> list[str]:
     matched: set[str] = set()
     for pattern in paths:
         place = f"data.paths: {pattern!r}"
-        expanded = os.path.expanduser(pattern)
+        expanded = os.path.expandvars(os.path.expanduser(pattern))
         # An existing path is taken literally: file names may contain brackets, as globs do.
         if os.path.isdir(expanded):
             example = os.path.join(pattern, "**", f"*.{suffix}")

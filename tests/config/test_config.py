@@ -152,3 +152,48 @@ def test_help_lists_every_setting_with_its_doc_and_default():
 @pytest.mark.parametrize("name", ["a b", "Größe 3", "模型-1", "run.1", "1e-3", "x" * 100, "a..b"])
 def test_run_name_may_have_letters_of_any_script(name):
     assert RunConfig.from_dict(raw(**{"parallel3d.run.name": name})).run.name == name
+
+
+PATHS = [
+    "parallel3d.run.directory",
+    "parallel3d.data.cache",
+    "parallel3d.checkpoint.in_memory_folder",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "tensorboard.output_path",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("~/runs", "{home}/runs"), ("$SCRATCH/a", "/scratch/a"), ("x/${SCRATCH}", "x//scratch")],
+)
+def test_paths_have_the_users_folder_and_environment_variables(monkeypatch, path, text, expected):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    section, _, name = path.rpartition(".")
+    block = {"device": "nvme", "pin_memory": True} if "offload" in path else {}
+    block |= {"enabled": False} if section == "tensorboard" else {}
+    changes = {section: block | {name: text}}
+    if "offload" in path:
+        changes = {"zero_optimization.stage": 3} | changes
+    config = RunConfig.from_dict(raw(**merged(changes)))
+    read = config.to_dict()
+    for key in path.split("."):
+        read = read[key]
+    assert read == expected.format(home="/home/me")
+    monkeypatch.delenv("SCRATCH")
+    if "SCRATCH" in text:
+        with pytest.raises(ConfigError, match=f"{name} = .*variable SCRATCH, which is not set"):
+            RunConfig.from_dict(raw(**merged(changes)))
+
+
+def merged(changes):
+    """The changes, each key of a block on its own, so that the block keeps its others."""
+    single = {}
+    for path, value in changes.items():
+        if isinstance(value, dict):
+            single |= {f"{path}.{key}": item for key, item in value.items()}
+        else:
+            single[path] = value
+    return single
