@@ -54,7 +54,8 @@ def main() -> int:
         print(draw.text_grid(drawn))
         share = bubble(drawn) if idle is None else idle
         print(f"\nbubble          {share:.1%} of the time of all ranks")
-    print("peak in flight ", *peak_in_flight(schedule), "forwards held at once, by rank")
+    peaks = ", ".join(map(str, peak_in_flight(schedule)))
+    print(f"peak in flight  {peaks} (forwards that rank 0, 1, ... holds at once)")
     if args.communication or args.weights:
         print("\nprograms of the ranks")
         print(schedule.show())

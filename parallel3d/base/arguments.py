@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -43,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         self, description: str | None = None, epilog: str | None = None, **options: Any
     ) -> None:
         super().__init__(
-            description=description,
+            description=_fitted(description or "") or None,
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -101,7 +102,7 @@ def _with_config(words: Sequence[str]) -> list[str]:
     Scripts for DeepSpeed take `--deepspeed` alone, too, as the switch that turns it on.
     """
     result = []
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in zip(words, [*words, "--"][1:], strict=True):
         name, equals, value = word.partition("=")
         is_switch = name == "--deepspeed" and not equals and following.startswith("-")
         if is_switch:
@@ -110,6 +111,19 @@ def _with_config(words: Sequence[str]) -> list[str]:
             word = f"--config{equals}{value}"
         result.append(word)
     return result
+
+
+def _fitted(text: str) -> str:
+    """Return a text whose lines fit into 79 columns, without broken words; indents stay."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        # A command that is too long is copied more easily in one line.
+        if len(line) < 80 or indent:
+            lines.append(line)
+        else:
+            lines += textwrap.wrap(line, 79, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(lines)
 
 
 def prints_errors_as(command: str) -> Callable[[Callable[[], int]], Callable[[], int]]:

@@ -56,8 +56,10 @@ def text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read {path}: {why}; use a UTF-8 text file") from None
+        if isinstance(error, OSError):
+            remedy = "name a file that exists and can be read"
+            raise ConfigError(f"cannot read {path}: {error.strerror}; {remedy}") from None
+        raise ConfigError(f"cannot read {path}: {error}; use a UTF-8 text file") from None
 
 
 def parse(text: str, source: str = "config") -> JsonObject:

@@ -55,3 +55,8 @@ def newest(path: Path) -> dict[str, Any]:
         lines = file.read().decode(errors="replace").split("\n")[:-1]
         return next((values for values, _ in parsed(reversed(lines))), {})
     return {}
+
+
+def closing_window(num_steps: int) -> int:
+    """Return of how many last steps a run's closing loss is the mean, in its last launch."""
+    return min(max(num_steps // 10, 10), 50)

@@ -1,6 +1,7 @@
 """All settings of a config, for `--help` and the documentation."""
 
 import textwrap
+from functools import partial
 
 from parallel3d.base import explain
 from parallel3d.base.explain import SettingDoc
@@ -18,6 +19,8 @@ def help_text() -> str:
     for setting in settings():
         default = f"default {setting.default}" if setting.default else "required"
         only = f", {setting.only} only" if setting.only else ""
-        doc = textwrap.wrap(setting.doc, 92, break_on_hyphens=False)
-        lines += [f"--{setting.path} {setting.type} ({default}{only})", *(f"    {x}" for x in doc)]
+        head = f"--{setting.path} {setting.type} ({default}{only})"
+        wrap = partial(textwrap.wrap, break_on_hyphens=False, break_long_words=False)
+        lines += wrap(head, 79, subsequent_indent="      ")
+        lines += wrap(setting.doc, 79, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)

@@ -164,10 +164,10 @@ def find_documents(
         if on_error == "stop" and len(skips.listed) == LISTED:
             break
     if skips.num_flawed and on_error == "stop":
-        raise skips.error(
-            f"{skips.num_flawed:,} documents cannot be used; fix them, or set data.on_error to"
-            ' "skip"'
-        )
+        number = f"{skips.num_flawed:,} documents cannot be used"
+        if len(skips.listed) == LISTED:
+            number = f"{LISTED} documents or more cannot be used (reading stopped there)"
+        raise skips.error(f'{number}; fix them, or set data.on_error to "skip"')
     table = np.concatenate(tables)
     skips.check_share(num_lost, len(sizes) - num_lost, max_skipped, "files")
     skips.check_share(skips.num_flawed, len(table), max_skipped)

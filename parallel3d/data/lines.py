@@ -197,7 +197,8 @@ def json_text(line: bytes, place: str, field: str) -> bytes:
         raise Flaw("not JSON", f"{place} is {_json_type(value)}, not an object; {example}")
     texts = [*_values_at(value, field)]
     if not texts:
-        raise Flaw(NO_FIELD, f'{place} has no field "{field}"; {suggest_fields(value)}')
+        paths = [*_paths_of_text(value)] or value
+        raise Flaw(NO_FIELD, f'{place} has no field "{field}"; {suggest_fields(paths)}')
     if not isinstance(texts[0], str):
         raise Flaw(
             "null" if texts[0] is None else NOT_TEXT,
@@ -221,6 +222,15 @@ def _values_at(value: dict[str, object], path: str) -> Iterator[object]:
     for key, inner in value.items():
         if isinstance(inner, dict) and path.startswith(f"{key}."):
             yield from _values_at(inner, path[len(key) + 1 :])
+
+
+def _paths_of_text(value: dict[str, object], prefix: str = "") -> Iterator[str]:
+    """Yield the path of each string in nested objects."""
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _paths_of_text(inner, f"{prefix}{key}.")
+        elif isinstance(inner, str):
+            yield f"{prefix}{key}"
 
 
 def _json_type(value: object) -> str:

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from math import inf
 
 from parallel3d.data.sources import Progress
@@ -34,6 +35,7 @@ def shown_progress() -> Iterator[Progress]:
 
 def _lines() -> Progress:
     last: dict[str, tuple[float, int]] = {}  # when a phase was printed, and how much was done
+    first: dict[str, tuple[float, int]] = {}  # the same of its first line
 
     def show(phase: str, done: int, total: int) -> None:
         now = time.monotonic()
@@ -41,6 +43,12 @@ def _lines() -> Progress:
         due = now - then >= SECONDS_BETWEEN_LINES or done == total
         if before < 0 or (total > 1 and done != before and due):
             last[phase] = now, done
-            print(f"{phase}: {done:,} of {total:,}" if total > 1 else phase, file=sys.stderr)
+            began, at_first = first.setdefault(phase, (now, done))
+            left = ""
+            if at_first < done < total:
+                seconds = (now - began) * (total - done) / (done - at_first)
+                left = f", {timedelta(seconds=round(seconds))} left"
+            line = f"{phase}: {done:,} of {total:,}{left}" if total > 1 else phase
+            print(line, file=sys.stderr)
 
     return show

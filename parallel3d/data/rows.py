@@ -104,6 +104,19 @@ def _holds_strings(kind: "pyarrow.DataType") -> bool:
     return any(is_kind(_plain(kind)) for is_kind in tests)
 
 
+def _paths_of_text(fields: Iterable["pyarrow.Field"], prefix: str = "") -> list[str]:
+    """Return the path of each column of strings, also of those in structs; all columns if none."""
+    import pyarrow as pa
+
+    paths: list[str] = []
+    for field in fields:
+        if pa.types.is_struct(field.type):
+            paths += _paths_of_text(field.type, f"{prefix}{field.name}.")
+        elif _holds_strings(field.type):
+            paths.append(f"{prefix}{field.name}")
+    return paths or [f"{prefix}{field.name}" for field in fields]
+
+
 class _Columns(NamedTuple):
     """The columns of a file and its number of rows, as far as they are known."""
 
@@ -124,7 +137,7 @@ def _of_parquet(
         )
     first = 0
     with parquet.ParquetFile(path, memory_map=True) as file:
-        columns = _Columns(file.schema_arrow.names, file.metadata.num_rows)
+        columns = _Columns(_paths_of_text(file.schema_arrow), file.metadata.num_rows)
         for group_number in range(file.num_row_groups):
             group = file.metadata.row_group(group_number)
             # Decompress only groups that contain requested rows.
@@ -145,7 +158,7 @@ def _of_arrow(path: str) -> Iterator[tuple[int, "pyarrow.RecordBatch", _Columns]
     first = 0
     with pa.memory_map(path) as source, pa.ipc.open_stream(source) as stream:
         for batch in stream:
-            yield first, batch, _Columns(batch.schema.names, 1)
+            yield first, batch, _Columns(_paths_of_text(batch.schema), 1)
             first += batch.num_rows
 
 

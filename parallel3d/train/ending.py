@@ -162,7 +162,13 @@ def print_outcome(outcome: Outcome) -> None:
 
 def last_line(code: int, launch: Launch) -> str:
     """Return a line with the exit code if a launcher may replace it, else ""."""
-    return f"{_IN_WORDS[code]} (exit code {code})" if code and launch.launcher else ""
+    if not code or not launch.launcher:
+        return ""
+    text = f"{_IN_WORDS[code]} (exit code {code})"
+    if code == STOPPED and not launch.restarts_left:
+        # A person who pressed Ctrl-C may take its traceback for an error of the run.
+        text = f"{text}; what follows is {launch.launcher}'s own report of it"
+    return text
 
 
 def exit_code(code: int, launch: Launch, by_signal: bool = False) -> int:

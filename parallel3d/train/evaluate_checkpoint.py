@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,8 @@ from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import ResolvedConfig, RunConfig
 from parallel3d.config.normalise import apply_overrides
 from parallel3d.data.corpus import Corpus
+from parallel3d.data.prepare_progress import shown_progress
+from parallel3d.data.sources import no_progress
 from parallel3d.data.split import SPLIT_FORMAT
 from parallel3d.engine import Engine, EngineSettings, ForwardEngine, forward_settings
 from parallel3d.mesh.agree import on_first
@@ -145,6 +147,7 @@ def evaluate(
     with (
         closing(ForwardEngine(stages.module, settings, mesh)) as engine,
         closing(Feed(config, mesh, corpus, schedule)) as feed,
+        nullcontext(no_progress) if console.quiet else shown_progress() as progress,
     ):
         evaluator = Evaluator(
             make_evaluation(schedule),
@@ -155,7 +158,13 @@ def evaluate(
         )
         stop.hold(None)
         evaluation = Evaluation(
-            config, mesh, corpus=corpus, feed=feed, evaluator=evaluator, stop=stop
+            config,
+            mesh,
+            corpus=corpus,
+            feed=feed,
+            evaluator=evaluator,
+            stop=stop,
+            progress=progress,
         )
         return evaluation.run()
 

@@ -13,6 +13,7 @@ from parallel3d.data.evaluation_samples import (
     held_out_samples,
     parts_of,
 )
+from parallel3d.data.sources import Progress, no_progress
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.pipeline.executor import Evaluator
@@ -38,11 +39,14 @@ class Evaluation:
         feed: Feed,
         evaluator: Evaluator,
         stop: StopRequest,
+        progress: Progress = no_progress,
     ) -> None:
+        """Prepare the samples of all sets; `progress` is told how many samples are done."""
         self._mesh = mesh
         self._feed = feed
         self._evaluator = evaluator
         self._stop = stop
+        self._progress = progress
         self._batch = config.global_batch_size
         own = config.parallel3d
         self._sets = {
@@ -58,17 +62,18 @@ class Evaluation:
         losses = {}
         for name, samples in self._sets.items():
             pulse.doing(f"evaluating {name}")
-            loss = self._run(samples)
+            loss = self._run(name, samples)
             if loss is None:
                 return None
             losses[name] = loss
         return losses
 
-    def _run(self, samples: EvaluationSamples) -> SetLoss | None:
+    def _run(self, name: str, samples: EvaluationSamples) -> SetLoss | None:
         # The last entry collects the samples that fill up the last batch.
         like = {"dtype": torch.float64, "device": self._mesh.device}
         sums, weights = torch.zeros(2, samples.num_documents + 1, **like)  # type: ignore[call-overload]
         for start in range(0, samples.num_samples, self._batch):
+            self._progress(f"evaluating {name} (samples)", start, samples.num_samples)
             batch, documents = self._feed.evaluation(samples, start)
             self._evaluator.run(batch)
             losses = self._evaluator.token_losses

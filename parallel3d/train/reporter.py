@@ -13,6 +13,7 @@ import torch
 
 from parallel3d.base.journal import record
 from parallel3d.base.say import Say
+from parallel3d.base.step_lines import closing_window
 from parallel3d.checkpoint.state import Position
 from parallel3d.config import CompleteConfig
 from parallel3d.mesh.mesh import Mesh
@@ -89,8 +90,7 @@ class Reporter(Observer):
         self._seconds = 0.0
         self._tokens = 0
         # The closing loss is the mean of a tenth of the steps, within limits.
-        window = min(max(config.num_steps // 10, 10), 50)
-        self._losses: deque[float] = deque(maxlen=window)
+        self._losses: deque[float] = deque(maxlen=closing_window(config.num_steps))
 
     def after(self, step: Step) -> None:
         """Write and show the metrics of a step."""

@@ -318,7 +318,7 @@ def test_existing_config_is_not_overwritten(tmp_path, called):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("none.sh", None, "No such file or directory; use a UTF-8 text file"),
+        ("none.sh", None, "No such file or directory; name a file that exists"),
         ("binary.yml", b"\x80\xff\x00" * 9, "'utf-8' codec can't decode byte 0x80"),
         ("list.yml", b"- 1", "has no settings; write a block of settings in YAML"),
     ],

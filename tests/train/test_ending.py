@@ -42,6 +42,9 @@ SLURM = {
     "SLURM_JOB_ID": "77",
     "SLURM_RESTART_COUNT": "2",
 }
+STOP = "stopped on request (exit code 3)"
+AFTER = "what follows is"
+REPORT = "'s own report of it"
 ALL = {name for variables in (TORCHRUN, DEEPSPEED, SLURM) for name in variables}
 
 
@@ -81,8 +84,8 @@ def test_rank_0_is_not_cut_off_when_others_have_ended(monkeypatch):
         (TORCHRUN, 3, 0, "stopped on request (exit code 3)"),
         (TORCHRUN, 1, 1, "the run failed (exit code 1)"),
         (TORCHRUN, 0, 0, ""),
-        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "3"}, 3, 3, "stopped on request (exit code 3)"),
-        (DEEPSPEED, 3, 3, "stopped on request (exit code 3)"),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "3"}, 3, 3, f"{STOP}; {AFTER} torchrun{REPORT}"),
+        (DEEPSPEED, 3, 3, f"{STOP}; {AFTER} deepspeed{REPORT}"),
         (DEEPSPEED, 2, 2, "bad config or input: do not retry (exit code 2)"),
     ],
 )

@@ -15,7 +15,7 @@ import numpy as np
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import WITHOUT_CP
 from parallel3d.base.reader import flat
-from parallel3d.base.step_lines import METRICS, read_lines
+from parallel3d.base.step_lines import METRICS, closing_window, read_lines
 from parallel3d.config import CompleteConfig, RunConfig, hardware
 from parallel3d.extras.report.page import Part, Plots, figures, html, png, style, table
 from parallel3d.plan.memory.peak import per_rank
@@ -315,7 +315,7 @@ def _results(runs: Sequence[Run]) -> Part:
             "model, parameters": f"{run.config.model.family}, {size}",
             "steps": f"{last['step']:,} of {run.config.num_steps:,}",
             "tokens": count(last["tokens"]),
-            "training loss": f"{_moving_average(run.curve('loss')[1])[-1]:.4f}",
+            "training loss": f"{_last_losses(run).mean():.4f}",
             **{f"loss of {name}": f"{loss:.4f}" for name, loss in sets.items()},
             "tokens/s": f"{run.measured('tokens_per_second'):,.0f}",
             "MFU": "-" if mfu != mfu else f"{100 * mfu:.1f} %",
@@ -341,8 +341,19 @@ def _beside_plan(run: Run, plan: Plan | str) -> Part:
         forecast = _planned_memory(run, plan)
         most = max(forecast) / _MIB if forecast else None
         pairs.append(("fullest rank, MiB", max(memory) / _MIB, most))
+    if all(planned is None for *_, planned in pairs):
+        measured_rows = [(name, _in_short(measured)) for name, measured, _ in pairs]
+        return Part(f"{run.name}, measured", ("", "measured"), measured_rows)
     rows = [(name, _in_short(measured), _in_short(planned)) for name, measured, planned in pairs]
     return Part(f"{run.name} beside the plan{where}", ("", "measured", "plan"), rows)
+
+
+def _last_losses(run: Run) -> np.ndarray:
+    """Return the losses whose mean a run prints at its end: of the last steps of its launch."""
+    losses: np.ndarray = run.curve("loss")[1]
+    begin = int(run.newest_launch.get("step", 0))
+    trained = max(1, int(run.steps[-1]["step"]) - begin)
+    return losses[-min(closing_window(run.config.num_steps), trained) :]
 
 
 def _in_short(number: float | None) -> str:

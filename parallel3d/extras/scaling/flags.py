@@ -239,6 +239,11 @@ def predict(args: argparse.Namespace) -> tuple[Forecast, Fit, Path | None]:
 
     Returns the forecast, its fit, and the file of the registered forecast or None.
     """
+    if not args.fit.exists():
+        raise ConfigError(
+            f"--fit {args.fit}: does not exist; `parallel3d scale fit` and `scale run` write it, "
+            "unless the ladder has too few runs for a fit"
+        )
     stored = Fit.read(args.fit)
     prediction = forecast.forecast(
         stored, flops=args.flops, params=args.params, tokens=args.tokens, unique=args.unique_tokens
