@@ -254,34 +254,40 @@ class _Runs:
 def _measure(runs: _Runs, plain: _Runs, longest: int) -> Variant:
     """Return one variant; `plain` are the runs without recomputation.
 
-    It is fitted with few monomials, and if they do not predict one more shape, with all.
+    It is fitted with few monomials, and if they do not predict one more shape, with all; then with
+    equal products as one, because a loop over tokens has as many of them.
     """
     setting = runs.setting
-    attempts: list[tuple[int, ...]]
+    attempts: list[tuple[tuple[int, ...], bool]]
     if setting.in_parts:
-        attempts = [_IN_PARTS]
+        attempts = [(_IN_PARTS, False)]
         shapes = _shapes_in_parts(setting.tp, runs.rows)
     else:
-        attempts = [_LINEAR, _ALL]
+        attempts = [(_LINEAR, False), (_ALL, False), (_LINEAR, True), (_ALL, True)]
         shapes = _shapes(setting.tp, longest, runs.rows)
     check = shapes.pop()
     problems: list[str] = []
-    for used in attempts:
+    for used, is_merged in attempts:
         fitted = shapes[: len(used)]
-        costs = [_cost(runs, plain, shape) for shape in fitted]
+        costs = [_cost(runs, plain, shape, is_merged) for shape in fitted]
         monomials = [monomials_at(shape, runs.rows) for shape in fitted]
+        try:
+            polynomials = fit(monomials, costs, used)
+        except ValueError as error:
+            problems = [str(error)]
+            continue
         variant = Variant(
             setting.tp,
             setting.sequence_parallel,
             str(setting.recompute),
             setting.in_parts,
             costs[0],
-            fit(monomials, costs, used),
+            polynomials,
             runs.at(check).half.forward.has_dropout,
         )
         predicted = variant.fitted(monomials_at(check, runs.rows))
         close = _CLOSE_IN_PARTS if setting.in_parts else _CLOSE
-        problems = _differences(_cost(runs, plain, check), predicted, close)
+        problems = _differences(_cost(runs, plain, check, is_merged), predicted, close)
         if not problems:
             return variant
     where = f"{runs.spec.name} on {setting.tp} ranks"
@@ -310,8 +316,11 @@ def _shapes_in_parts(tp: int, rows: int) -> list[Shape]:
     return [Shape(batch, n * unit) for batch, n in sizes]
 
 
-def _cost(runs: _Runs, plain: _Runs, shape: Shape) -> LayerCost:
-    """Return the cost at one shape; `plain` are the runs without recomputation."""
+def _cost(runs: _Runs, plain: _Runs, shape: Shape, is_merged: bool) -> LayerCost:
+    """Return the cost at one shape; `plain` are the runs without recomputation.
+
+    - `is_merged`: products of the same matrix sizes are one.
+    """
     half, single = runs.at(shape)
     kept = plain.at(shape).half
     forward = _work(half.forward)
@@ -326,13 +335,14 @@ def _cost(runs: _Runs, plain: _Runs, shape: Shape) -> LayerCost:
             after.traffic - before.traffic,
             tuple(without(after.collectives, before.collectives)),
         )
+    if is_merged:
+        forward = replace(forward, matmuls=_merged(forward.matmuls))
+        again = replace(again, matmuls=_merged(again.matmuls))
     if runs.place == "last":  # a loss takes a part of its gradient in its forward
         traffic = (half.forward.traffic + half.backward.traffic) // 3
         forward = replace(forward, traffic=traffic)
         if runs.setting.in_parts:
-            first = forward.matmuls[0]
-            tokens = sum(product.m for product in forward.matmuls)
-            forward = replace(forward, matmuls=(MatMul(tokens, first.k, first.n),))
+            forward = replace(forward, matmuls=_merged(forward.matmuls))
             again = Work(forward.matmuls)
     saved = half.saved.kept_as(single.saved)
     working = half.peak.kept_as(single.peak) - saved
@@ -352,6 +362,14 @@ def _work(operations: Operations) -> Work:
     attention = _together(operations.attentions)
     collectives = tuple(operations.collectives)
     return Work(tuple(operations.products), attention, operations.traffic, collectives)
+
+
+def _merged(products: Sequence[MatMul]) -> tuple[MatMul, ...]:
+    """Return products of which those with the same k, n and batch are one with all rows."""
+    rows: dict[tuple[int, int, int], int] = {}
+    for m, k, n, batch in products:
+        rows[k, n, batch] = rows.get((k, n, batch), 0) + m
+    return tuple(MatMul(m, *sizes) for sizes, m in rows.items())
 
 
 def _together(attentions: Sequence[Attention]) -> Attention | None:
