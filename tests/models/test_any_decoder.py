@@ -1,15 +1,11 @@
 """Any decoder of transformers in stages and on tensor-parallel ranks, against the whole model."""
 
-from unittest.mock import patch
+import json
+from pathlib import Path
 
 import pytest
 
-from parallel3d.model.spec import LayerCost
-from parallel3d.models.transformers.spec import MeasuredLayer
-from parallel3d.verify.local_ranks import run_locally
-from tests.cases import Case
-from tests.models.architectures import VOCABULARY, small_config
-from tests.verify.measuring import errors_of, train_each
+from tests.models.every_decoder import BOUND, case_of, errors_on_ranks, results
 
 pytestmark = pytest.mark.gloo
 DEFAULT = [
@@ -25,31 +21,27 @@ DEFAULT = [
 STD = 0.2  # attention is far from uniform, so a wrong mask or rotation is seen
 
 
-def case_of(kind, std=STD, **settings):
-    """A run of a small model of an architecture."""
-    model = {
-        "family": "transformers",
-        "config": small_config(kind, std),
-        "vocab_size": VOCABULARY,
-    }
-    return Case(model=model, batch=16, **settings)
-
-
-def train_cheaply(rank, jobs):
-    """Train one after another; blocks are placed as if all cost the same, without measuring."""
-    with patch.object(MeasuredLayer, "__call__", lambda *_: LayerCost(10**9)):
-        return train_each(rank, jobs)
-
-
-def errors_on_ranks(cases):
-    """Each case's errors; all have the same mesh, and train one after another on its ranks."""
-    jobs = [(case.config, case.reference) for case in cases]
-    ranks = run_locally(train_cheaply, cases[0].world_size, jobs, timeout=3000)
-    by_case = zip(*ranks, strict=True)
-    return [errors_of(job[0], results) for job, results in zip(jobs, by_case, strict=True)]
-
-
 def test_decoders_are_equal_to_one_process():
-    cases = [case_of(kind, mesh=(2, 1, 2)) for kind in DEFAULT]
+    cases = [case_of(kind, STD, (2, 1, 2)) for kind in DEFAULT]
     for kind, errors in zip(DEFAULT, errors_on_ranks(cases), strict=True):
         assert max(errors.loss, errors.grad_norm, errors.weight) < 1e-5, (kind, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * 3600)
+def test_every_architecture_does_what_its_page_says():
+    path = Path(__file__).parents[2] / "docs/architectures.json"
+    written = json.loads(path.read_text())
+    found = results()
+    assert found["refused"] == written["refused"]
+    assert passed_of(found["tried"]) >= passed_of(written["tried"])
+    assert sum(written["tried"][kind]["mesh"][2] > 1 for kind in passed_of(found["tried"])) >= 80
+
+
+def passed_of(tried):
+    """The architectures that are equal to one process."""
+    return {
+        kind
+        for kind, result in tried.items()
+        if result["errors"] and max(result["errors"].values()) < BOUND
+    }

@@ -1,0 +1,126 @@
+"""Every causal language model of transformers, tried: those that train equal to one process.
+
+`python -m tests.models.every_decoder > docs/architectures.json` writes the results, of which
+`python docs/architectures_page.py > docs/architectures.md` makes the page. It takes an hour.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Any
+from unittest.mock import patch
+
+from pydantic import ValidationError
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from parallel3d.base.errors import TrainingError
+from parallel3d.config import RunConfig
+from parallel3d.model.spec import LayerCost
+from parallel3d.models.transformers.spec import Config, MeasuredLayer
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.measure import ReferenceErrors
+from parallel3d.verify.reference import Reference
+from tests.cases import Case
+from tests.models.architectures import VOCABULARY, small_config
+from tests.verify.measuring import Differences, errors_of, train_each
+
+STDS = (0.02, 0.2)
+BOUND = 1e-5
+TOGETHER = 14  # architectures on ranks that are started once: one that crashes takes these along
+# Their recurrences are loops over tokens without the packages that they are written for.
+SLOW = ("bailing_hybrid", "falcon_h1", "kimi_linear")
+
+
+def case_of(kind: str, std: float, mesh: tuple[int, int, int]) -> Case:
+    """Return a run of a small model of an architecture."""
+    model = {
+        "family": "transformers",
+        "config": small_config(kind, std),
+        "vocab_size": VOCABULARY,
+    }
+    return Case(model=model, mesh=mesh, batch=8, microbatches=2)
+
+
+def train_cheaply(rank: int, jobs: Iterable[tuple[RunConfig, Reference]]) -> list[Differences]:
+    """Train one after another; blocks are placed as if all cost the same, without measuring."""
+    with patch.object(MeasuredLayer, "__call__", lambda *_: LayerCost(10**9)):
+        return train_each(rank, jobs)
+
+
+def errors_on_ranks(cases: Sequence[Case]) -> list[ReferenceErrors]:
+    """Each case's errors; all have the same mesh, and train one after another on its ranks."""
+    jobs = [(case.config, case.reference) for case in cases]
+    ranks = run_locally(train_cheaply, cases[0].world_size, jobs, timeout=3000)
+    by_case = zip(*ranks, strict=True)
+    return [errors_of(job[0], own) for job, own in zip(jobs, by_case, strict=True)]
+
+
+def shares_and_refusals() -> tuple[dict[str, float], dict[str, str]]:
+    """Return the share that tensor parallelism cuts by architecture, and the others' reasons."""
+    shares = {}
+    refusals = {}
+    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if kind in SLOW:
+            refusals[kind] = "was not tried: its recurrence is a loop over tokens here"
+            continue
+        try:
+            model = case_of(kind, 0.02, (1, 1, 1)).model
+            shares[kind] = Config.model_validate(model).facts.cut
+        except ValidationError as error:
+            refusals[kind] = _reason(str(error))
+        # Broad: some architectures fail in their own way, already in their config.
+        except Exception as error:
+            refusals[kind] = f"cannot be built small: {str(error).strip().splitlines()[-1]}"
+    return shares, refusals
+
+
+def _reason(message: str) -> str:
+    """Return what a message says about the architecture."""
+    _, quoted, text = message.partition('": ')
+    if not quoted:
+        return f"cannot be built small: {message.splitlines()[-2].strip()}"
+    return text.partition("; use another model")[0]
+
+
+def mesh_of(share: float) -> tuple[int, int, int]:
+    """Return the mesh on which an architecture trains."""
+    return (2, 2, 2) if share >= 0.5 else (2, 2, 1)
+
+
+def errors_by_kind(
+    kinds: tuple[str, ...], std: float, mesh: tuple[int, int, int]
+) -> Iterator[tuple[str, float]]:
+    """Yield each architecture's largest error of loss, norm and weights after two steps.
+
+    It is infinite for those whose ranks failed.
+    """
+    for first in range(0, len(kinds), TOGETHER):
+        some = kinds[first : first + TOGETHER]
+        cases = [case_of(kind, std, mesh) for kind in some]
+        try:
+            found = errors_on_ranks(cases)
+        except TrainingError as error:
+            print(f"{' '.join(some)}: {error}", file=sys.stderr)
+            yield from ((kind, float("inf")) for kind in some)
+            continue
+        for kind, errors in zip(some, found, strict=True):
+            yield kind, max(errors.loss, errors.grad_norm, errors.weight)
+
+
+def results() -> dict[str, Any]:
+    """Try every architecture; return the contents of docs/architectures.json."""
+    shares, refusals = shares_and_refusals()
+    tried: dict[str, dict[str, Any]] = {}
+    for kind, share in shares.items():
+        tried[kind] = {"share_cut": round(share, 2), "mesh": mesh_of(share), "errors": {}}
+    for mesh in ((2, 2, 2), (2, 2, 1)):
+        kinds = tuple(kind for kind, share in shares.items() if mesh_of(share) == mesh)
+        for std in STDS:
+            for kind, error in errors_by_kind(kinds, std, mesh):
+                tried[kind]["errors"][str(std)] = float(f"{error:.1e}")
+    return {"transformers": version("transformers"), "tried": tried, "refused": refusals}
+
+
+if __name__ == "__main__":
+    print(json.dumps(results(), indent=1))
