@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.architectures_page import architectures_document
 from docs.config_page import config_document
 from parallel3d import models
 
@@ -56,3 +57,9 @@ def test_table_of_settings_is_up_to_date(monkeypatch):
     assert {"gpt", "llama"} <= set(named)
     monkeypatch.setattr(models, "families", lambda: named)
     assert page == config_document(), "run: python docs/config_page.py > docs/config.md"
+
+
+def test_table_of_architectures_is_up_to_date():
+    page = (ROOT / "docs" / "architectures.md").read_text()
+    command = "python docs/architectures_page.py > docs/architectures.md"
+    assert page == architectures_document(), f"run: {command}"

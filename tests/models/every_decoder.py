@@ -71,16 +71,21 @@ def shares_and_refusals() -> tuple[dict[str, float], dict[str, str]]:
             refusals[kind] = _reason(str(error))
         # Broad: some architectures fail in their own way, already in their config.
         except Exception as error:
-            refusals[kind] = f"cannot be built small: {str(error).strip().splitlines()[-1]}"
+            refusals[kind] = f"cannot be built small: {_plain(str(error).splitlines()[-1])}"
     return shares, refusals
+
+
+def _plain(line: str) -> str:
+    """Return a line of an error without pydantic's remarks."""
+    return line.partition(" [type=")[0].strip().removeprefix("Value error, ")
 
 
 def _reason(message: str) -> str:
     """Return what a message says about the architecture."""
     _, quoted, text = message.partition('": ')
     if not quoted:
-        return f"cannot be built small: {message.splitlines()[-2].strip()}"
-    return text.partition("; use another model")[0]
+        return f"cannot be built small: {_plain(message.splitlines()[-2])}"
+    return text.partition("; use another model")[0].splitlines()[0]
 
 
 def mesh_of(share: float) -> tuple[int, int, int]:
