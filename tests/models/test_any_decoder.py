@@ -29,7 +29,7 @@ def test_decoders_are_equal_to_one_process():
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * 3600)
-def test_every_architecture_does_what_its_page_says():
+def test_every_architecture_trains_as_its_table_says():
     path = Path(__file__).parents[2] / "docs/architectures.json"
     written = json.loads(path.read_text())
     found = results()
