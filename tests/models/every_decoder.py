@@ -104,12 +104,12 @@ def errors_by_kind(
         some = kinds[first : first + TOGETHER]
         cases = [case_of(kind, std, mesh) for kind in some]
         try:
-            found = errors_on_ranks(cases)
+            measured = errors_on_ranks(cases)
         except TrainingError as error:
             print(f"{' '.join(some)}: {error}", file=sys.stderr)
             yield from ((kind, float("inf")) for kind in some)
             continue
-        for kind, errors in zip(some, found, strict=True):
+        for kind, errors in zip(some, measured, strict=True):
             yield kind, max(errors.loss, errors.grad_norm, errors.weight)
 
 
