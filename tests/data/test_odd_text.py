@@ -125,7 +125,7 @@ def test_first_20_problems_are_reported_at_once(tmp_path):
     assert '4.jsonl, line 7: field "text" is a number' in text
     # No more than 20: then the next files are not read.
     (tmp_path / "0.jsonl").write_text("[]\n" * 30)
-    with pytest.raises(DataError, match=r"^20 documents cannot be used") as caught:
+    with pytest.raises(DataError, match=r"^20 documents or more cannot be used") as caught:
         read_source("jsonl", [tmp_path / "*.jsonl"])
     assert len(str(caught.value).splitlines()) == 21
 
