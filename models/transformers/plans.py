@@ -7,12 +7,6 @@ _HEADS = {
     "layers.*.self_attn.k_proj": "colwise",
     "layers.*.self_attn.v_proj": "colwise",
 }
-_SHORT_CONVOLUTIONS = _HEADS | {
-    "layers.*.self_attn.out_proj": "rowwise",
-    "layers.*.feed_forward.w1": "colwise",
-    "layers.*.feed_forward.w3": "colwise",
-    "layers.*.feed_forward.w2": "rowwise",
-}
 # By model_type. These modules view their projections as [..., -1, head_size], so that a part of the
 # heads passes through them.
 _OURS = {
@@ -29,8 +23,13 @@ _OURS = {
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
     },
-    "lfm2": _SHORT_CONVOLUTIONS,
-    "lfm3": _SHORT_CONVOLUTIONS,
+    "lfm2": _HEADS
+    | {
+        "layers.*.self_attn.out_proj": "rowwise",
+        "layers.*.feed_forward.w1": "colwise",
+        "layers.*.feed_forward.w3": "colwise",
+        "layers.*.feed_forward.w2": "rowwise",
+    },
 }
 
 
