@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from parallel3d.models.pretrained import Part
 from parallel3d.models.transformers.anatomy import settings_of, skeleton_of
+from parallel3d.models.transformers.skeleton import biases_of
 from parallel3d.models.transformers.spec import Config
 
 RUNS_TRANSFORMERS = True
@@ -44,13 +45,23 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
 
 
 def reference(config: Config) -> nn.Module:
-    """Return the model of transformers in fp32, randomly initialised."""
+    """Return the model of transformers in fp32, randomly initialised.
+
+    Biases of experts' scores are parameters in it, as they are in ours.
+    """
     from transformers import AutoModelForCausalLM
 
     settings = settings_of(config.json_of_model)
     model: nn.Module = AutoModelForCausalLM.from_config(
         settings, attn_implementation="eager", experts_implementation="eager"
     )
+    skeleton = skeleton_of(config)
+    for number in range(len(skeleton.layers)):
+        layer = model.get_submodule(f"{skeleton.prefix}.{skeleton.list}.{number}".removeprefix("."))
+        for owner in layer.modules():
+            for name, bias in biases_of(owner).items():
+                delattr(owner, name)
+                owner.register_parameter(name, nn.Parameter(bias))
     return model.float()
 
 

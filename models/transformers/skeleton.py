@@ -396,7 +396,8 @@ def biases_of(module: nn.Module) -> dict[str, Tensor]:
     for name, buffer in module._buffers.items():
         if buffer is None or name in module._non_persistent_buffers_set:
             continue
-        if buffer.dim() == 1 and buffer.is_floating_point() and not buffer.any():
+        is_zero = buffer.is_meta or not buffer.any()
+        if buffer.dim() == 1 and buffer.is_floating_point() and is_zero:
             found[name] = buffer
     return found
 
