@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
@@ -120,6 +121,12 @@ class Config(ImportedSection):
     def attention_dropout(self) -> float:
         """The probability of dropout of attention's scores."""
         return self.facts.attention_dropout
+
+    @property
+    def score_bias(self) -> bool:
+        """True if a router has a bias of experts' scores, which has no gradient."""
+        params = chain.from_iterable(self.facts.blocks)
+        return any(param.role == "balance" for param in params)
 
     def _problems(self) -> Iterator[Problem]:
         try:
