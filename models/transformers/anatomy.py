@@ -98,7 +98,8 @@ def find(config: str) -> Facts:
         specs = []
         for name, parameter in layer.named_parameters():
             init = inits[f"{prefix}{skeleton.list}.{number}.{name}"]
-            specs.append(_spec(f"layer.{name}", parameter, plan.place(name), init))
+            spec = _spec(f"layer.{name}", parameter, plan.place(name), init)
+            specs.append(replace(spec, role="hidden") if _is_hidden(layer, name) else spec)
         for name, bias in named_biases(layer).items():
             own = f"layer.{name}"
             specs.append(ParamSpec(own, tuple(bias.shape), (), Init(), False, role="balance"))
@@ -155,6 +156,16 @@ def _kind(plan: LayerPlan, specs: list[ParamSpec]) -> object:
     modules = [(name, type(module)) for name, module in plan.layer.named_modules()]
     params = [replace(spec, init=Init()) for spec in specs]
     return tuple(modules), tuple(params), tuple(plan.calls.items())
+
+
+def _is_hidden(layer: nn.Module, name: str) -> bool:
+    """True for the weight of a linear layer or of experts, but not of a router."""
+    owner, _, leaf = name.rpartition(".")
+    module = layer.get_submodule(owner)
+    if isinstance(module, nn.Linear):
+        return leaf == "weight" and not owner.endswith("gate")
+    is_packed = hasattr(module, "is_concatenated") and not module.is_transposed
+    return is_packed and layer.get_parameter(name).dim() == 3
 
 
 def _share_cut(specs: Iterator[ParamSpec]) -> float:

@@ -22,7 +22,7 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.lock import Lock
 from parallel3d.model.spec import Init, ParamSpec
 
-FORM = 2
+FORM = 3
 """The number of this form of the facts; a file of another form is written anew."""
 ANATOMY = "parallel3d.models.transformers.anatomy"
 

@@ -264,7 +264,7 @@ def matrices_of(
 
     It returns the matrices that Muon orthogonalises, as views of a tensor, [out, in] each: GPT-2
     keeps weights as [in, out] and q, k, v side by side. NeoX keeps q, k, v of one head together, so
-    the rows of its matrices have two dims.
+    the rows of its matrices have two dims. Packed experts have a matrix each.
     """
     heads = config.model.num_attention_heads
     functions = {}
@@ -276,6 +276,8 @@ def matrices_of(
             continue
         if layer in ("c_attn", "query_key_value"):
             count = 3
+        elif layer == "gate_up_proj":
+            count = 2
         if config.optimizer.params.per_head and (
             count == 3 or layer in ("q_proj", "k_proj", "v_proj")
         ):
@@ -283,13 +285,16 @@ def matrices_of(
             if layer in ("k_proj", "v_proj"):
                 num_matrices = getattr(config.model, "num_key_value_heads", None) or heads
             count *= num_matrices
-        is_turned = type(reference.get_submodule(path)).__name__ == "Conv1D"
+        owner = reference.get_submodule(name.rpartition(".")[0])
+        is_turned = type(owner).__name__ == "Conv1D"
         by_head = layer == "query_key_value" and count == 3
         functions[name] = partial(_views, is_turned, heads if by_head else 0, count)
     return functions
 
 
 def _views(is_turned: bool, heads: int, count: int, tensor: Tensor) -> list[Tensor]:
+    if tensor.dim() == 3:  # [experts, out, in]
+        return [view for expert in tensor for view in _views(is_turned, heads, count, expert)]
     whole = tensor.t() if is_turned else tensor  # [out, in]
     if heads:  # rows are [heads, 3, size]
         size = len(whole) // (3 * heads)

@@ -30,6 +30,7 @@ _OWN = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
 }
 ISOLATED = {"parallel3d.data.isolate_documents": True}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003}}}
 # Meshes are pp x dp x tp, or pp x dp x cp x tp; all have 4 ranks, and the models 2 key/value heads
 # or fewer.
 FEATURES = [
@@ -44,6 +45,8 @@ FEATURES = [
     ("starcoder2", {"mesh": (2, 1, 2), "checkpointing": "full", "changes": ISOLATED}),
     ("mixtral", {"mesh": (2, 1, 2), "sequence_parallel": True}),
     ("qwen3_moe", {"mesh": (2, 1, 2, 1), "zero_stage": 0}),
+    ("phi3", {"mesh": (1, 2, 2), "changes": MUON}),
+    ("deepseek_v3", {"mesh": (1, 2, 2), "zero_stage": 1, "changes": MUON}),
     ("gemma2", {"mesh": (2, 1, 2), "precision": "bf16", "sequence_parallel": True}),
     ("phi3", {"mesh": (1, 2, 2), "precision": "fp16", "zero_stage": 1}),
 ]
