@@ -141,12 +141,12 @@ def test_help_lists_every_setting_with_its_doc_and_default():
     for setting in settings():
         assert setting.doc, setting
         default = f"default {setting.default}" if setting.default else "required"
-        assert f"--{setting.path} {setting.type} ({default}" in text
+        assert f"--{setting.path} {setting.type} ({default}" in unwrapped
         assert " ".join(setting.doc.split()) in unwrapped
     for path in ("parallel3d.model.rope_theta", "scheduler.params.cos_min_ratio"):
         only = next(s.only for s in settings() if s.path == path)
         assert only in ('family "llama", "moe"', 'type "WarmupCosineLR"')
-        assert f"{only} only)" in text
+        assert f"{only} only)" in unwrapped
 
 
 @pytest.mark.parametrize("name", ["a b", "Größe 3", "模型-1", "run.1", "1e-3", "x" * 100, "a..b"])

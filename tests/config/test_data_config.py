@@ -77,7 +77,7 @@ def test_vocabulary_is_known_without_a_tokenizer():
     config = config_of(**IDS, **NO_TOKENIZER)
     assert config.model.vocab_size == "auto"
     assert with_vocabulary(config).model.vocab_size == 50257
-    with pytest.raises(ConfigError, match="planning does not load"):
+    with pytest.raises(ConfigError, match="is not on this machine"):
         with_vocabulary(config_of(**IDS, tokenizer="gpt2"))
 
 

@@ -52,7 +52,7 @@ def test_split_and_column_are_chosen(tmp_path):
     write_jsonl(tmp_path / "set")
     write_jsonl(tmp_path / "set", "test.jsonl", ["only this"])
     assert texts_of(read_source("hub", name=f"{tmp_path}/set", split="test")) == ["only this"]
-    with pytest.raises(DataError, match=r'set test has no column "body"; it has "text", "id"'):
+    with pytest.raises(DataError, match='set test has no column "body"; it has "text"; set'):
         read_source("hub", name=f"{tmp_path}/set", split="test", text_field="body")
 
 

@@ -204,7 +204,7 @@ BAD_LINES = [
     ("plain words", r"line 2 is not JSON: Expecting value: .*column 1"),
     ("[" * 100_000, r"line 2 is not JSON: maximum recursion depth"),
     ('["a"]', r"line 2 is a list, not an object; .*\{\"text\": \"\.\.\.\"\}"),
-    ('{"body": "a", "id": 1}', r'line 2 has no field "text"; it has "body", "id"; set text_field'),
+    ('{"body": "a", "id": 1}', r'line 2 has no field "text"; it has "body"; set text_field'),
     ("{}", r'line 2 has no field "text"; it has none'),
     ('{"text": 3}', r'line 2: field "text" is a number, not a string; fix or remove'),
     (b'{"text": "caf\xe9"}', r"line 2 is not UTF-8: byte 0xe9 at offset 13 .*iconv"),

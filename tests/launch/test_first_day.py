@@ -27,6 +27,7 @@ DIRECTORY = f"{P}run.directory"
 CACHE = f"{DATA}cache"
 OPTIMIZER = "--zero_optimization.offload_optimizer."
 NO_NAMES = ["..", ".", "-rf", "a/b", "   ", "a\tb", "a\u200bb", "mine.lock", "x" * 300, "é" * 101]
+SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}
 BIG = str(10**12)
 HUGE = str(10**30)
 
@@ -101,7 +102,7 @@ CASES = {
             {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "x"},
             'TORCHELASTIC_RESTART_COUNT = "x"',
         ),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, "MASTER_ADDR is not"),
+        (SRUN, "MASTER_ADDR is not"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "all"}, 'SLURM_NTASKS = "all"'),
     ],
 }

@@ -100,7 +100,7 @@ BAD = [
     (("--flops", "-3"), "--flops = -3: must be a number above 0"),
     (("--flops", "many"), "--flops = many: must be a number above 0"),
     (("--flops", "nan"), "--flops = nan: must be a number above 0"),
-    (("--flops", "1e22", "--fit", "nowhere.json"), "cannot read nowhere.json: No such file"),
+    (("--flops", "1e22", "--fit", "nowhere.json"), "nowhere.json: does not exist"),
     (("--flops", "1e22", "--fit", "runs.csv"), "runs.csv: is not a fit; name a fit.json"),
 ]
 

@@ -13,7 +13,7 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE
 from tests.cases import Case
 from tests.models.architectures import VOCABULARY, small_config
-from tests.models.test_any_decoder import train_cheaply
+from tests.models.every_decoder import train_cheaply
 from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo

@@ -81,7 +81,7 @@ def test_requested_trackers_name_their_settings():
     both = config_of(
         **{"parallel3d.run.trackers": ["csv", "wandb"], "wandb": {"enabled": True}},
         tensorboard={"enabled": True},
-        comet={"enabled": False, "whatever": 1},
+        comet={"enabled": False, "project": "p"},
         csv_monitor=None,
     )
     assert requested_trackers(both) == {

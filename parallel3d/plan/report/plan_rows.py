@@ -211,7 +211,10 @@ def _lack_and_seconds(
     device, host = room_of(hardware)
     memory = worst(setting, hardware)
     lack = max(0, memory.total - device) + max(0, memory.host - host)
-    return lack, step_time(setting, hardware).seconds
+    try:
+        return lack, step_time(setting, hardware).seconds
+    except ConfigError:  # no FLOP/s are known for the precision: the longest that fits is taken
+        return lack, 0.0
 
 
 def fixed_by(config: RunConfig) -> JsonObject:
