@@ -159,8 +159,8 @@ def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> fl
     for dtype in {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}.get(precision, (precision,)):
         if measured := hardware.matmul_flops.get(dtype):
             return measured.value
-        if (peak := hardware.peak(dtype)) is not None:
-            return peak * curves.datasheet
+        if stated := hardware.peak_flops.get(dtype):  # not `peak`: a measurement comes first
+            return stated.value * curves.datasheet
     known = ", ".join(sorted({*hardware.peak_flops, *hardware.matmul_flops}))
     raise ConfigError(
         f"hardware {hardware.name}: no FLOP/s is known for {precision}; use one of {known}, or add "
