@@ -30,16 +30,17 @@ def config_class(family: str) -> Any:
     return _spec(family).Config
 
 
-def small(config: ModelConfig, tp: Sequence[int]) -> dict[str, object]:
+def small(config: ModelConfig, tp: Sequence[int], sizes: Mapping[str, object]) -> dict[str, object]:
     """Return the family's own settings in a model that `verify` trains, by name.
 
     - `config`: the model with small sizes that fit most families (parallel3d/verify/shrink.py).
     - `tp`: the sizes of the tensor-parallel groups that train it.
+    - `sizes`: the small sizes by their names in Hugging Face's configs.
 
     A family's spec.py may have `small`; {} if it has none.
     """
     own = getattr(_spec(config.family), "small", None)
-    return dict(own(config, tp)) if own else {}
+    return dict(own(config, tp, sizes)) if own else {}
 
 
 def layers(config: ModelConfig) -> list[LayerSpec]:

@@ -5,7 +5,7 @@ architecture, with norms on query and key Qwen3's. Settings have the names of th
 `LlamaConfig`; blocks.py has the modules.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import log
 from typing import Annotated, Any, Literal
 
@@ -258,7 +258,7 @@ def layers(
     ]
 
 
-def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
+def small(config: Config, tp: Sequence[int], sizes: Mapping[str, object]) -> dict[str, object]:
     """Return a scaling and interval of rotary positions, and windows, that act if small."""
     longest = config.max_position_embeddings
     interval = config.no_rope_layer_interval

@@ -5,7 +5,7 @@ By its settings the family is Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.
 Settings have the names of transformers; blocks.py has the modules.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -165,12 +165,12 @@ def layers(config: Config) -> list[LayerSpec]:
     return llama.layers(config, _block)
 
 
-def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
+def small(config: Config, tp: Sequence[int], sizes: Mapping[str, object]) -> dict[str, object]:
     """Return few experts, of which some tokens use each, and layers of every kind."""
     experts = min(config.num_experts, 8)
     k = min(config.num_experts_per_tok, 2)
     limit = config.capacity_factor
-    return llama.small(config, tp) | {
+    return llama.small(config, tp, sizes) | {
         "num_experts": experts,
         "num_experts_per_tok": k,
         "moe_intermediate_size": config.hidden_size,

@@ -4,11 +4,12 @@ The config of the architecture is a block of its own; all sizes come from it.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 
@@ -198,6 +199,7 @@ def layers(config: Config) -> list[LayerSpec]:
     ]
 
 
-def small(config: Config, tp: Sequence[int]) -> dict[str, Any]:
+def small(config: Config, tp: Sequence[int], sizes: Mapping[str, object]) -> dict[str, object]:
     """Return the config of a small model of the same architecture."""
-    return {}
+    shrunk = import_module("parallel3d.models.transformers.small").shrunk
+    return {"config": shrunk(json.loads(config.config), sizes)}

@@ -286,5 +286,5 @@ def _small_model(
     mup = parametrization_of(model)
     if mup.type == "mup":
         small["parametrization"] = mup.model_dump() | _small_bases(model, small)
-    small = {name: value for name, value in small.items() if name in settings}
-    return small | models.small(model.model_copy(update=small), tp_sizes)
+    own = {name: value for name, value in small.items() if name in settings}
+    return own | models.small(model.model_copy(update=own), tp_sizes, small)
