@@ -96,7 +96,7 @@ def shrunk(fields: Mapping[str, Any], sizes: Mapping[str, object]) -> dict[str, 
     for name in _CHOSEN:
         if name in names and sizes.get(name) is not None:
             small[name] = sizes[name]
-    if "kv_lora_rank" in names:  # its heads share compressed keys and values
+    if "kv_lora_rank" in names:  # compressed keys and values serve every head
         small["num_key_value_heads"] = small["num_attention_heads"]
         small.pop("head_dim", None)
     count = int(str(sizes["num_hidden_layers"]))
