@@ -44,7 +44,7 @@ _LONGEST = 8192
 # a head in parts is in one of them for a few parts, and after the last one for many.
 _CLOSE = 0.01
 _CLOSE_IN_PARTS = 0.1
-_NEGLIGIBLE = 2**12  # bytes or elements
+_NEGLIGIBLE = 1e-3  # relative to the largest number
 _TYPES = (torch.bfloat16, torch.float32)
 # Indices of monomials: those of most layers, of all, and of a head in parts.
 _LINEAR = (0, 1, 2, 3)
@@ -386,8 +386,9 @@ def _differences(cost: LayerCost, predicted: LayerCost, close: float) -> list[st
     differences = []
     if _operations(cost) != _operations(predicted):
         differences.append(f"{_operations(cost)}, not {_operations(predicted)}")
+    negligible = _NEGLIGIBLE * max(map(abs, _sizes(cost)))
     for number, value in zip(_sizes(cost), _sizes(predicted), strict=True):
-        if abs(number - value) > max(_NEGLIGIBLE, close * abs(number)):
+        if abs(number - value) > max(negligible, close * abs(number)):
             differences.append(f"{number}, not {value}")
     return differences
 

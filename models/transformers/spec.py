@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import Problem
 from parallel3d.model.measured_cost import MeasuredCost
 from parallel3d.model.module_cost import RMS_NORM
@@ -169,7 +170,13 @@ def costs_of(model: str, tp: int) -> dict[str, MeasuredCost]:
     request = {"model": section, "ranks": tps, "recompute": ["core_attn", "full"]}
     kind = section["config"].get("model_type")
     purpose = f"measuring the layers of {kind} at tp {tp} on the meta device (once)"
-    text = asked(METER, json.dumps(request, sort_keys=True), purpose)
+    try:
+        text = asked(METER, json.dumps(request, sort_keys=True), purpose)
+    except Unsupported as error:
+        raise ConfigError(
+            f"parallel3d.model.config: the costs of {kind} cannot be measured ({error}); use "
+            "another model, or another mesh.tp"
+        ) from None
     return TypeAdapter(dict[str, MeasuredCost]).validate_json(text)
 
 
