@@ -14,7 +14,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import ABSENT, Problem, Problems
 
 # Fields that do not affect the model: names, ids, generation, how it was saved or trained.
-_NEUTRAL = {
+NEUTRAL = {
     "model_type",
     "architectures",
     "dtype",
@@ -99,7 +99,7 @@ class Fields:
 
     def __init__(self, config: Mapping[str, object]) -> None:
         self._config = config
-        self._known = set(_NEUTRAL)
+        self._known = set(NEUTRAL)
         self._problems: list[Problem] = []
 
     @property

@@ -89,22 +89,17 @@ def to_files(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
     return found
 
 
-def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Return the tensors in files that hold one of our parameters, of this shape."""
-    return _parts(config, name, shape)
-
-
 def packed(config: Config, name: str, shape: tuple[int, ...]) -> Part:
     """Return the tensor of the model itself that holds a parameter; files may have it, too."""
     return Part(name_of(config, name), shape, tuple(range(len(shape))))
 
 
 @lru_cache(maxsize=2**16)
-def _parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Find out by trying what transformers makes of a small parameter as it saves it.
+def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Return the tensors in files that hold one of our parameters, of this shape.
 
-    Where that is no slice of the parameter, the file has the model's own tensor, which
-    transformers loads as well.
+    They are found by trying what transformers makes of a small parameter as it saves it. Where that
+    is no slice of it, the file has the model's own tensor, which transformers loads as well.
     """
     whole = packed(config, name, shape)
     skeleton = skeleton_of(config)

@@ -97,8 +97,11 @@ class Layer:
             sequence_parallel=setting.sequence_parallel,
             recompute=setting.recompute,
         )
+        kind = resolve_name(spec.build)
+        if hasattr(kind, "prepare"):  # as in pipeline/stages: before tensors have no memory
+            kind.prepare(spec.config)
         with torch.device("meta"):
-            module: nn.Module = resolve_name(spec.build)(spec.config, spec.name, context)
+            module: nn.Module = kind(spec.config, spec.name, context)
         self.module = module.to(dtype)
         if setting.in_parts:  # else its sums in fp32 would count, and not as a gradient
             for parameter in self.module.parameters():

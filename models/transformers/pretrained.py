@@ -7,25 +7,13 @@ import json
 from collections.abc import Iterator, Mapping
 
 from parallel3d.base.section import ABSENT, Problem, Problems
-from parallel3d.models.transformers.facts import Unsupported, facts_of
+from parallel3d.models.pretrained import NEUTRAL
+from parallel3d.models.transformers.facts import ANY_VOCABULARY, Unsupported, facts_of
 
 MODEL_TYPES: dict[str, tuple[str, ...]] = {}
 FREE: dict[str, str] = {}
-# Fields of the file and of its tokenizer, which an export has from elsewhere.
-_NOT_OF_THE_MODEL = {
-    "architectures",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "sep_token_id",
-    "decoder_start_token_id",
-    "task_specific_params",
-}
+# Fields of the file, its tokenizer and how it is used, which an export has from elsewhere.
+_NOT_OF_THE_MODEL = {*NEUTRAL, "auto_map"} - {"model_type"}
 # Fields of published files that transformers does not read, with values that say what it does.
 _SAID_TWICE = {
     "ep_size": (1,),
@@ -48,7 +36,7 @@ def model_block(config: Mapping[str, object]) -> dict[str, object]:
         if name not in _NOT_OF_THE_MODEL and name[:1] != "_" and not is_said_twice:
             fields[name] = value
     try:
-        facts_of(json.dumps(fields, sort_keys=True))
+        facts_of(json.dumps(fields | {"vocab_size": ANY_VOCABULARY}, sort_keys=True))
     except Unsupported as error:
         problem = Problem("model_type", config["model_type"], str(error), "use another model")
         raise Problems([problem]) from None

@@ -5,23 +5,30 @@ The config of the architecture is a block of its own; all sizes come from it.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from itertools import chain
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
+from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, model_validator
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import Problem
 from parallel3d.model.measured_cost import MeasuredCost
 from parallel3d.model.module_cost import RMS_NORM
 from parallel3d.model.recompute import NONE, Recompute
-from parallel3d.model.spec import LayerCost, LayerSpec, Shape
+from parallel3d.model.spec import LayerCost, LayerSpec, ParamSpec, Shape
 from parallel3d.model.transformer_cost import EmbeddingCost, HeadCost
 from parallel3d.models.common import ImportedSection, vocab_size
-from parallel3d.models.transformers.facts import Facts, Sizes, Unsupported, asked, facts_of
+from parallel3d.models.transformers.facts import (
+    ANY_VOCABULARY,
+    Facts,
+    Sizes,
+    Unsupported,
+    asked,
+    facts_of,
+)
 
 
 def _as_json(value: object) -> str:
@@ -45,19 +52,32 @@ class Config(ImportedSection):
     """The fields of the model's config.json; model_type names the architecture. A field that is
     missing has the default of the architecture."""
     vocab_size: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Rows of the embedding; "auto" takes the tokenizer's."""
+    """Rows of the embedding; "auto" takes the tokenizer's. If it is missing, that of `config`
+    counts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_vocabulary(cls, value: Any) -> Any:
+        """Return the block with the vocabulary of its config.json, if it says none itself."""
+        if not isinstance(value, dict) or "vocab_size" in value:
+            return value
+        fields = value.get("config")
+        if not isinstance(fields, dict) or "vocab_size" not in fields:
+            return value
+        return value | {"vocab_size": fields["vocab_size"]}
 
     @property
     def json_of_model(self) -> str:
         """The fields of the config.json with the vocabulary, as JSON."""
-        fields = json.loads(self.config)
-        size = 2 if self.vocab_size == "auto" else self.vocab_size
-        return json.dumps(fields | {"vocab_size": size}, sort_keys=True)
+        return self._json_with(vocab_size(self))
 
     @property
     def facts(self) -> Facts:
-        """The parts of the model."""
-        return facts_of(self.json_of_model)
+        """The parts of the model, but for the vocabulary, which may not be known yet."""
+        return facts_of(self._json_with(ANY_VOCABULARY))
+
+    def _json_with(self, size: int) -> str:
+        return json.dumps(json.loads(self.config) | {"vocab_size": size}, sort_keys=True)
 
     @property
     def sizes(self) -> Sizes:
@@ -180,6 +200,11 @@ def costs_of(model: str, tp: int) -> dict[str, MeasuredCost]:
     return TypeAdapter(dict[str, MeasuredCost]).validate_json(text)
 
 
+def _with_rows(spec: ParamSpec, rows: int, has_words: bool) -> ParamSpec:
+    """Return a parameter, with so many rows if it has one for each word."""
+    return replace(spec, shape=(rows, *spec.shape[1:])) if has_words else spec
+
+
 METER = "parallel3d.models.transformers.meter"
 
 
@@ -188,6 +213,8 @@ def layers(config: Config) -> list[LayerSpec]:
     """Return what is before the layers, the layers, and the head."""
     facts = config.facts
     vocab = vocab_size(config)
+    embedding = [_with_rows(p, vocab, p.name.endswith(".table.weight")) for p in facts.embedding]
+    output = [_with_rows(p, vocab, p.name.startswith("output.")) for p in facts.head]
     known = {"family", "config", "vocab_size"}
     model = json.dumps(config.model_dump(mode="json", include=known), sort_keys=True)
 
@@ -200,9 +227,9 @@ def layers(config: Config) -> list[LayerSpec]:
     first = EmbeddingCost(hidden)
     last = HeadCost(hidden, vocab, RMS_NORM)
     return [
-        LayerSpec("embedding", facts.embedding, first, f"{build}Embedding", config),
+        LayerSpec("embedding", tuple(embedding), first, f"{build}Embedding", config),
         *blocks,
-        LayerSpec("head", facts.head, last, f"{build}Head", config, facts.tied),
+        LayerSpec("head", tuple(output), last, f"{build}Head", config, facts.tied),
     ]
 
 

@@ -48,6 +48,7 @@ def save_weights(
 
     @_ending_the_run(directory)
     def end() -> None:
+        """Write the files beside the weights, and give the folder its name."""
         line = line_after(run, config.num_steps)
         end_of_text = corpus.end_of_text if corpus else None
         tokenizer = corpus.tokenizer_directory if corpus else None

@@ -5,7 +5,6 @@ The slow part has more values, on configs whose plans read other settings.
 
 import json
 import re
-from contextlib import suppress
 from math import inf, nan
 
 import pytest
@@ -74,25 +73,35 @@ def config_with(path, value, base):
     return raw(**json.loads(json.dumps(changes)) | {path: value})
 
 
-def plan_of(path, value, base="host"):
-    """Do the dry run; a refusal says more than where the settings are listed."""
+def outcome_of(path, value, base="host"):
+    """The message of a dry run that is refused; "planned" if it is not. No other error is right."""
     try:
         config = RunConfig.from_dict(config_with(path, value, base))
         dry_run(config, Launch(rank=1, world_size=2, local_rank=1), devices=0, as_json=False)
     except Parallel3DError as error:
-        assert "see --help" not in str(error)
+        return str(error)
+    return "planned"
+
+
+def is_answer(outcome):
+    """A plan, or a message that says more than where the settings are listed."""
+    return outcome == "planned" or (len(outcome) > 20 and "see --help" not in outcome)
 
 
 @pytest.mark.parametrize("path", NUMBERS)
 def test_number_at_its_least_ends_in_a_plan_or_a_message(path):
-    plan_of(path, 0)
+    assert is_answer(outcome_of(path, 0))
 
 
 @pytest.mark.parametrize("path", NUMBERS)
 def test_number_outside_is_refused_or_read(path):
     for value in OUTSIDE:
-        with suppress(Parallel3DError):
-            RunConfig.from_dict(config_with(path, value, "host"))
+        try:
+            config = RunConfig.from_dict(config_with(path, value, "host"))
+        except Parallel3DError as error:
+            assert path.split(".")[-1] in str(error), (value, error)
+        else:
+            json.dumps(config.to_dict(), allow_nan=False)  # raises for a number that is not finite
 
 
 @pytest.mark.slow
@@ -100,7 +109,7 @@ def test_number_outside_is_refused_or_read(path):
 @pytest.mark.parametrize("path", NUMBERS)
 def test_number_anywhere_ends_in_a_plan_or_a_message(path, base):
     for value in (0, 1, 2, 10**9, 10**18, 2**63, 1e9, 1e-300, *OUTSIDE):
-        plan_of(path, value, base)
+        assert is_answer(outcome_of(path, value, base)), value
 
 
 def test_sub_groups_of_no_elements_mean_no_limit():
