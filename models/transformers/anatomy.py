@@ -5,9 +5,10 @@ As a command it reads the fields of a config.json and prints the facts as JSON (
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import nearest
 from parallel3d.model.spec import CutOver, Init, ParamSpec
 from parallel3d.models.transformers.facts import Facts, Sizes, Unsupported, answer
 from parallel3d.models.transformers.initial_values import recorded
@@ -40,7 +40,7 @@ def settings_of(config: str) -> Any:
     fields = json.loads(config)
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        raise Unsupported(f'has the model_type "{kind}", which transformers does not know')
+        raise Unsupported("is not known to transformers", remedy=_near(kind, CONFIG_MAPPING))
     chosen = CONFIG_MAPPING[kind]
     default = chosen()
     text = default.get_text_config()
@@ -49,7 +49,7 @@ def settings_of(config: str) -> Any:
     known = {*default.to_dict(), *chosen.attribute_map, *_GENERAL}
     for name in fields:
         if fields[name] is not None and name not in known and not name.startswith("_"):
-            raise Unsupported(f"has the field {name}, which is unknown; {nearest(name, known)}")
+            raise Unsupported(f"is no field of a {kind}", name, _near(name, known))
     own = {name: value for name, value in fields.items() if name not in ("model_type",)}
     try:
         settings = chosen(**own)
@@ -60,6 +60,12 @@ def settings_of(config: str) -> Any:
     with suppress(TypeError, ValueError):  # in pretraining every token counts
         settings.pad_token_id = None
     return settings
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """Return a remedy for an unknown name: there are too many known ones to list."""
+    near = get_close_matches(name, known, n=1)
+    return f'the nearest one is "{near[0]}"' if near else "remove it, or use another model"
 
 
 @lru_cache(maxsize=8)

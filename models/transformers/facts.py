@@ -22,7 +22,7 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.lock import Lock
 from parallel3d.model.spec import Init, ParamSpec
 
-FORM = 4
+FORM = 5
 """The number of this form of the facts; a file of another form is written anew."""
 ANY_VOCABULARY = 1000
 """Rows of the table with which the parts of a model are found: the true ones may not be known."""
@@ -30,7 +30,18 @@ ANATOMY = "parallel3d.models.transformers.anatomy"
 
 
 class Unsupported(ValueError):
-    """A model of transformers that cannot be trained in stages; the text says why."""
+    """A model of transformers that cannot be trained in stages; the text says why.
+
+    - `field`: the field of its config.json that the reason is about.
+    - `remedy`: what the user can do.
+    """
+
+    def __init__(
+        self, text: str, field: str = "model_type", remedy: str = "use another model"
+    ) -> None:
+        super().__init__(text)
+        self.field = field
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -120,7 +131,7 @@ def facts_of(config: str) -> Facts:
     kind = json.loads(config).get("model_type")
     found = json.loads(asked(ANATOMY, config, f"reading the parts of {kind} (once)"))
     if "unsupported" in found:
-        raise Unsupported(found["unsupported"])
+        raise Unsupported(*found["unsupported"])
     return Facts.of(found)
 
 
@@ -129,7 +140,7 @@ def answer(config: str) -> str:
     try:
         return json.dumps(asdict(import_module(ANATOMY).find(config)))
     except Unsupported as error:
-        return json.dumps({"unsupported": str(error)})
+        return json.dumps({"unsupported": [str(error), error.field, error.remedy]})
 
 
 def asked(module: str, request: str, purpose: str) -> str:

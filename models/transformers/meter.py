@@ -98,7 +98,7 @@ class Layer:
             recompute=setting.recompute,
         )
         kind = resolve_name(spec.build)
-        if hasattr(kind, "prepare"):  # as in pipeline/stages: before tensors have no memory
+        if hasattr(kind, "prepare"):  # here tensors have memory, like those of pipeline/stages
             kind.prepare(spec.config)
         with torch.device("meta"):
             module: nn.Module = kind(spec.config, spec.name, context)

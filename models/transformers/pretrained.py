@@ -38,8 +38,8 @@ def model_block(config: Mapping[str, object]) -> dict[str, object]:
     try:
         facts_of(json.dumps(fields | {"vocab_size": ANY_VOCABULARY}, sort_keys=True))
     except Unsupported as error:
-        problem = Problem("model_type", config["model_type"], str(error), "use another model")
-        raise Problems([problem]) from None
+        value = config.get(error.field, ABSENT)
+        raise Problems([Problem(error.field, value, str(error), error.remedy)]) from None
     return {"family": "transformers", "config": fields, "vocab_size": config["vocab_size"]}
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, model_validator
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import Problem
+from parallel3d.base.section import ABSENT, Problem
 from parallel3d.model.measured_cost import MeasuredCost
 from parallel3d.model.module_cost import RMS_NORM
 from parallel3d.model.recompute import NONE, Recompute
@@ -154,8 +154,8 @@ class Config(ImportedSection):
         try:
             _ = self.facts
         except Unsupported as error:
-            kind = json.loads(self.config).get("model_type")
-            yield Problem("config.model_type", kind, str(error), "use another model")
+            value = json.loads(self.config).get(error.field, ABSENT)
+            yield Problem(f"config.{error.field}", value, str(error), error.remedy)
 
 
 @dataclass(frozen=True)

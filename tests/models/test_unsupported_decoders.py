@@ -45,6 +45,35 @@ def test_reason(kind, reason):
     assert reason in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"hiden_size": 3},
+            'config.hiden_size = 3: is no field of a llama; the nearest one is "h',
+        ),
+        ({"zzz": 1}, "config.zzz = 1: is no field of a llama; remove it"),
+        (
+            {"model_type": "lama"},
+            'config.model_type = "lama": is not known to transformers; t',
+        ),
+    ],
+)
+def test_unknown_field_is_named_with_its_remedy(changes, message):
+    model = model_of("llama")
+    with pytest.raises(ValidationError) as error:
+        Config.model_validate(model | {"config": model["config"] | changes})
+    assert message in str(error.value)
+
+
+def test_vocabulary_of_a_pasted_config_counts_unless_the_block_says_one():
+    fields = small_config("llama")
+    assert Config(family="transformers", config=fields).vocab_size == VOCABULARY
+    assert Config(family="transformers", config=fields, vocab_size=7).vocab_size == 7
+    del fields["vocab_size"]
+    assert Config(family="transformers", config=fields).vocab_size == "auto"
+
+
 def test_window_is_that_of_the_mask():
     assert _window_of(causal_mask_function) is None
     assert _window_of(sliding_window_causal_mask_function(4096)) == 4096
