@@ -1,4 +1,4 @@
-"""Measure what layers cost, on the meta device: no tensor has memory, no collective sends anything.
+"""Measure what blocks cost, on the meta device: no tensor has memory, no collective sends anything.
 
 A process that has no process group runs it, because it makes one of the "fake" backend:
 
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from parallel3d.mesh.fake_groups import make_fake_groups
 from parallel3d.model.measured_cost import MeasuredCost, Variant, fit, monomials_at
 from parallel3d.model.recompute import FULL, NONE, Recompute, parse
 from parallel3d.model.spec import Attention, KeptMemory, LayerCost, LayerSpec, MatMul, Shape, Work
-from parallel3d.model.transformer_cost import LOGITS_AT_ONCE
 from parallel3d.models.transformers.tally import (
     Held,
     Operations,
@@ -38,18 +37,13 @@ from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.random_key import RandomKey
 from parallel3d.tensor.recompute import run_again
 
-Place = Literal["first", "middle", "last"]
 _LONGEST = 8192
-# How far memory and traffic of the last shape may be from the predicted ones. The fullest moment of
-# a head in parts is in one of them for a few parts, and after the last one for many.
-_CLOSE = 0.01
-_CLOSE_IN_PARTS = 0.1
+_CLOSE = 0.01  # how far memory and traffic of the last shape may be from the predicted ones
 _NEGLIGIBLE = 1e-3  # relative to the largest number
 _TYPES = (torch.bfloat16, torch.float32)
-# Indices of monomials: those of most layers, of all, and of a head in parts.
+# Indices of monomials: those of most blocks, and of all.
 _LINEAR = (0, 1, 2, 3)
 _ALL = (0, 1, 2, 3, 4, 5)
-_IN_PARTS = (0, 3, 6, 7)
 
 
 class _NoSeeds(RandomKey):
@@ -65,8 +59,6 @@ class Setting(NamedTuple):
     group: dist.ProcessGroup
     sequence_parallel: bool
     recompute: Recompute
-    in_parts: bool = False
-    """The head computes its logits in parts."""
 
     @property
     def tp(self) -> int:
@@ -88,9 +80,7 @@ class Pass:
 class Layer:
     """One layer on the meta device, ready to run at shapes of one sequence length."""
 
-    def __init__(
-        self, spec: LayerSpec, place: Place, setting: Setting, dtype: torch.dtype, seq: int
-    ) -> None:
+    def __init__(self, spec: LayerSpec, setting: Setting, dtype: torch.dtype, seq: int) -> None:
         context = LayerContext(
             setting.group,
             _NoSeeds(0),
@@ -103,10 +93,6 @@ class Layer:
         with torch.device("meta"):
             module: nn.Module = kind(spec.config, spec.name, context)
         self.module = module.to(dtype)
-        if setting.in_parts:  # else its sums in fp32 would count, and not as a gradient
-            for parameter in self.module.parameters():
-                parameter.grad_dtype = torch.float32
-        self.place = place
         self.setting = setting
         self.dtype = dtype
         self.hidden = spec.config.hidden_size
@@ -117,34 +103,29 @@ class Layer:
 
     def _first_run(self) -> Held:
         """Return the memory that stays from the first forward on; it is known from now on."""
-        x, tokens = self._inputs(1)
-        tally = Tally(self.known | {key_of(x), key_of(tokens)}, self.dtype)
+        x = self._input(1)
+        tally = Tally(self.known | {key_of(x)}, self.dtype)
         with tally, fused_kernels(tally):
-            self._forward(x, tokens, tally)
+            self._forward(x, tally)
         stays = tally.living()
         self.known |= stays.keys()
         self.kept = tally  # a storage that is known must not be freed, or its key is used again
         own = sum(held.own for held in stays.values())
         return Held(own, sum(held.other for held in stays.values()))
 
-    def _inputs(self, batch: int) -> tuple[Tensor, Tensor]:
+    def _input(self, batch: int) -> Tensor:
         seq = self.seq // self.setting.tp if self.setting.sequence_parallel else self.seq
         x = torch.empty(batch, seq, self.hidden, dtype=self.dtype, device="meta")
-        tokens = torch.empty(batch, self.seq, dtype=torch.int64, device="meta")
-        return x.requires_grad_(), tokens
+        return x.requires_grad_()
 
-    def _forward(self, x: Tensor, tokens: Tensor, tally: Tally) -> Tensor:
+    def _forward(self, x: Tensor, tally: Tally) -> Tensor:
         def copy() -> Tensor:
             """Return x in memory that is counted, as that of an input is; nobody else keeps it."""
             own = x * 1
             tally.start_pass()
             return own
 
-        if self.place == "first":
-            y = self.module(tokens)
-        elif self.place == "last":
-            y = self.module(copy(), tokens)
-        elif self.setting.recompute == FULL and torch.is_grad_enabled():
+        if self.setting.recompute == FULL and torch.is_grad_enabled():
             y = run_again(self.module, copy(), None)
         else:
             y = self.module(copy())
@@ -153,8 +134,8 @@ class Layer:
 
     def run(self, batch: int) -> Pass:
         """Run forward and backward on a microbatch."""
-        x, tokens = self._inputs(batch)
-        known = self.known | {key_of(x), key_of(tokens)}
+        x = self._input(batch)
+        known = self.known | {key_of(x)}
         tally = Tally(known, self.dtype)
         saved: dict[int, Held] = {}
         self.module.zero_grad()
@@ -168,10 +149,10 @@ class Layer:
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                y = self._forward(x, tokens, tally)
+                y = self._forward(x, tally)
             forward = tally.start_pass()
             middle = tally.time + 1
-            y.backward(None if y.dim() == 0 else torch.empty_like(y))
+            y.backward(torch.empty_like(y))
             backward = tally.start_pass()
         result = key_of(y)
         gradients = {key_of(p.grad) for p in self.module.parameters() if p.grad is not None}
@@ -190,33 +171,29 @@ class Layer:
 
 def measured(
     spec: LayerSpec,
-    place: Place,
     groups: Mapping[int, dist.ProcessGroup],
     recomputes: Sequence[Recompute] = (NONE,),
     longest: int = _LONGEST,
 ) -> MeasuredCost:
-    """Return the cost of a layer, measured with and without sequence parallelism.
+    """Return the cost of a block, measured with and without sequence parallelism.
 
     - `spec`: its `build` is called, its `cost` is not.
-    - `place`: "first" takes tokens, "last" has logits; neither is recomputed.
     - `groups`: the tensor-parallel group of each size, from `make_fake_groups`; one of size 1.
     - `recomputes`: kinds of recomputation besides NONE.
     - `longest`: the most tokens of a sample that the layer can run.
 
     Raises ValueError if a cost is no polynomial of the microbatch's shape.
     """
-    kinds = [kind for kind in recomputes if kind != NONE] if place == "middle" else []
+    kinds = [kind for kind in recomputes if kind != NONE]
     variants: list[Variant] = []
     for tp, group in sorted(groups.items()):
         for split in [False, True] if tp > 1 else [False]:
-            for in_parts in [False, True] if place == "last" else [False]:
-                plain = _Runs(spec, place, Setting(group, split, NONE, in_parts))
-                variants.append(_measure(plain, plain, longest))
-                for kind in kinds:
-                    runs = _Runs(spec, place, Setting(group, split, kind, in_parts))
-                    variants.append(_measure(runs, plain, longest))
-    vocab = int(spec.config.vocab_size) if place == "last" else 0
-    return MeasuredCost(tuple(variants), vocab)
+            plain = _Runs(spec, Setting(group, split, NONE))
+            variants.append(_measure(plain, plain, longest))
+            for kind in kinds:
+                runs = _Runs(spec, Setting(group, split, kind))
+                variants.append(_measure(runs, plain, longest))
+    return MeasuredCost(tuple(variants))
 
 
 class _Passes(NamedTuple):
@@ -229,26 +206,17 @@ class _Passes(NamedTuple):
 class _Runs:
     """The passes of a layer in one setting, at any shape."""
 
-    def __init__(self, spec: LayerSpec, place: Place, setting: Setting) -> None:
+    def __init__(self, spec: LayerSpec, setting: Setting) -> None:
         self.spec = spec
-        self.place = place
         self.setting = setting
         self._layers: dict[int, list[Layer]] = {}
         self._passes: dict[Shape, _Passes] = {}
-
-    @property
-    def rows(self) -> int:
-        """Rows of the output projection on one rank; 0 in other layers than the head."""
-        vocab = int(self.spec.config.vocab_size) if self.place == "last" else 0
-        return -(-vocab // self.setting.tp)
 
     def at(self, shape: Shape) -> _Passes:
         """Return the passes at a shape, each measured once."""
         seq = shape.seq
         if seq not in self._layers:
-            self._layers[seq] = [
-                Layer(self.spec, self.place, self.setting, dtype, seq) for dtype in _TYPES
-            ]
+            self._layers[seq] = [Layer(self.spec, self.setting, dtype, seq) for dtype in _TYPES]
         if shape not in self._passes:
             self._passes[shape] = _Passes(*[layer.run(shape.batch) for layer in self._layers[seq]])
         return self._passes[shape]
@@ -261,19 +229,13 @@ def _measure(runs: _Runs, plain: _Runs, longest: int) -> Variant:
     equal products as one, because a loop over tokens has as many of them.
     """
     setting = runs.setting
-    attempts: list[tuple[tuple[int, ...], bool]]
-    if setting.in_parts:
-        attempts = [(_IN_PARTS, False)]
-        shapes = _shapes_in_parts(setting.tp, runs.rows)
-    else:
-        attempts = [(_LINEAR, False), (_ALL, False), (_LINEAR, True), (_ALL, True)]
-        shapes = _shapes(setting.tp, longest, runs.rows)
+    shapes = _shapes(setting.tp, longest)
     check = shapes.pop()
     problems: list[str] = []
-    for used, is_merged in attempts:
+    for used, is_merged in ((_LINEAR, False), (_ALL, False), (_LINEAR, True), (_ALL, True)):
         fitted = shapes[: len(used)]
         costs = [_cost(runs, plain, shape, is_merged) for shape in fitted]
-        monomials = [monomials_at(shape, runs.rows) for shape in fitted]
+        monomials = [monomials_at(shape) for shape in fitted]
         try:
             polynomials = fit(monomials, costs, used)
         except ValueError as error:
@@ -283,39 +245,25 @@ def _measure(runs: _Runs, plain: _Runs, longest: int) -> Variant:
             setting.tp,
             setting.sequence_parallel,
             str(setting.recompute),
-            setting.in_parts,
             costs[0],
             polynomials,
             runs.at(check).half.forward.has_dropout,
         )
-        predicted = variant.fitted(monomials_at(check, runs.rows))
-        close = _CLOSE_IN_PARTS if setting.in_parts else _CLOSE
-        problems = _differences(_cost(runs, plain, check, is_merged), predicted, close)
+        predicted = variant.fitted(monomials_at(check))
+        problems = _differences(_cost(runs, plain, check, is_merged), predicted)
         if not problems:
             return variant
     where = f"{runs.spec.name} on {setting.tp} ranks"
     raise ValueError(f"the cost of {where} is no polynomial: {'; '.join(problems)}")
 
 
-def _shapes(tp: int, longest: int, rows: int) -> list[Shape]:
+def _shapes(tp: int, longest: int) -> list[Shape]:
     """Return as many shapes as monomials are used at most, and one to check the fit.
 
     Batches are above 1, where torch needs fewer copies.
-
-    - `rows`: those of the output projection on one rank; 0 in other layers than the head.
     """
-    unit = longest // (4 * tp) * tp
-    if rows:  # all logits at once
-        unit = min(unit, LOGITS_AT_ONCE // rows // (16 * tp) * tp)
-    unit = max(unit, tp)
+    unit = max(tp, longest // (4 * tp) * tp)
     sizes = [(2, 4), (4, 4), (2, 2), (4, 2), (2, 1), (4, 1), (3, 3)]
-    return [Shape(batch, n * unit) for batch, n in sizes]
-
-
-def _shapes_in_parts(tp: int, rows: int) -> list[Shape]:
-    """Return shapes of which a head computes 2 to 4 parts; each rank has whole tokens."""
-    unit = -(-LOGITS_AT_ONCE // rows // (4 * tp)) * tp
-    sizes = [(2, 3), (2, 4), (3, 4), (2, 7), (3, 3)]
     return [Shape(batch, n * unit) for batch, n in sizes]
 
 
@@ -341,12 +289,6 @@ def _cost(runs: _Runs, plain: _Runs, shape: Shape, is_merged: bool) -> LayerCost
     if is_merged:
         forward = replace(forward, matmuls=_merged(forward.matmuls))
         again = replace(again, matmuls=_merged(again.matmuls))
-    if runs.place == "last":  # a loss takes a part of its gradient in its forward
-        traffic = (half.forward.traffic + half.backward.traffic) // 3
-        forward = replace(forward, traffic=traffic)
-        if runs.setting.in_parts:
-            forward = replace(forward, matmuls=_merged(forward.matmuls))
-            again = Work(forward.matmuls)
     saved = half.saved.kept_as(single.saved)
     working = half.peak.kept_as(single.peak) - saved
     unfused = kept.saved.unfused - half.saved.unfused
@@ -384,14 +326,14 @@ def _together(attentions: Sequence[Attention]) -> Attention | None:
     return first._replace(heads=heads, kv_heads=sum(a.kv_heads for a in attentions))
 
 
-def _differences(cost: LayerCost, predicted: LayerCost, close: float) -> list[str]:
+def _differences(cost: LayerCost, predicted: LayerCost) -> list[str]:
     """Return where a prediction is wrong: far in memory or traffic, or not equal in others."""
     differences = []
     if _operations(cost) != _operations(predicted):
         differences.append(f"{_operations(cost)}, not {_operations(predicted)}")
     negligible = _NEGLIGIBLE * max(map(abs, _sizes(cost)))
     for number, value in zip(_sizes(cost), _sizes(predicted), strict=True):
-        if abs(number - value) > max(negligible, close * abs(number)):
+        if abs(number - value) > max(negligible, _CLOSE * abs(number)):
             differences.append(f"{number}, not {value}")
     return differences
 
@@ -440,25 +382,19 @@ def measured_layers(
 ) -> dict[str, MeasuredCost]:
     """Return the measured cost of each layer, by its name; the arguments are those of `measured`.
 
-    - `layers`: one that is named "embedding" takes tokens, one that is named "head" has logits.
     - `tps`: numbers of tensor-parallel ranks besides 1.
     """
     groups = make_fake_groups([1, *tps])
-    places: dict[str, Place] = {"embedding": "first", "head": "last"}
-    costs = {}
-    for layer in layers:
-        place = places.get(layer.name, "middle")
-        costs[layer.name] = measured(layer, place, groups, recomputes, longest)
-    return costs
+    return {layer.name: measured(layer, groups, recomputes, longest) for layer in layers}
 
 
 def answer(request: str) -> str:
     """Return the measured costs that a request asks for; both are JSON, as at the top."""
     asked = json.loads(request)
-    section = asked["model"]
+    layers = layers_of(asked["model"])
     kinds = [parse(kind) for kind in asked["recompute"]]
-    longest = min(_LONGEST, section.get("max_position_embeddings") or _LONGEST)
-    costs = measured_layers(layers_of(section), asked["ranks"], kinds, longest)
+    longest = min(_LONGEST, layers[0].config.max_position_embeddings)
+    costs = measured_layers(layers, asked["ranks"], kinds, longest)
     return COSTS.dump_json(costs).decode()
 
 

@@ -13,14 +13,10 @@ from typing import Any, NamedTuple
 from parallel3d.model.module_cost import BLOCK
 from parallel3d.model.recompute import FULL, NONE, Recompute, parse
 from parallel3d.model.spec import Attention, KeptMemory, LayerCost, Shape, flops_of
-from parallel3d.model.transformer_cost import chunk_tokens, num_chunks
 
 
 class Polynomial(NamedTuple):
-    """A number of a layer's cost: the sum of these coefficients, each times its monomial.
-
-    `chunk` and `parts` are 0 in all layers but a head that computes its logits in parts.
-    """
+    """A number of a block's cost: the sum of these coefficients, each times its monomial."""
 
     constant: float = 0.0
     batch: float = 0.0
@@ -30,24 +26,16 @@ class Polynomial(NamedTuple):
     """A mask that the samples share: seq x seq."""
     scores: float = 0.0
     """Scores of all samples: tokens x seq."""
-    chunk: float = 0.0
-    """Tokens of a part."""
-    parts: float = 0.0
 
     def at(self, monomials: Sequence[int]) -> int:
         """Return the value where the monomials are these, as `monomials_at` returns them."""
         return round(sum(map(float.__mul__, self, map(float, monomials))))
 
 
-def monomials_at(shape: Shape, rows: int = 0) -> tuple[int, ...]:
-    """Return the monomials of `Polynomial` at a shape, in its order.
-
-    - `rows`: those of the output projection on one rank; 0 in a layer without logits.
-    """
+def monomials_at(shape: Shape) -> tuple[int, ...]:
+    """Return the monomials of `Polynomial` at a shape, in its order."""
     tokens = shape.tokens
-    chunk = chunk_tokens(tokens, rows)
-    parts = num_chunks(tokens, rows)
-    return 1, shape.batch, shape.seq, tokens, shape.seq**2, tokens * shape.seq, chunk, parts
+    return 1, shape.batch, shape.seq, tokens, shape.seq**2, tokens * shape.seq
 
 
 @dataclass(frozen=True)
@@ -61,8 +49,6 @@ class Variant:
     sequence_parallel: bool
     recompute: str
     """The text of a `Recompute`."""
-    in_parts: bool
-    """The head computes its logits in parts (`transformer_cost.num_chunks`)."""
     example: LayerCost
     """The cost at one of the shapes."""
     polynomials: tuple[Polynomial, ...]
@@ -103,8 +89,6 @@ class MeasuredCost:
 
     variants: tuple[Variant, ...]
     """Those that were measured, the plain one of one rank (tp = 1) among them."""
-    vocab: int = 0
-    """Rows of the output projection, of all tp ranks; 0 in a layer without logits."""
 
     def __call__(
         self,
@@ -130,24 +114,22 @@ class MeasuredCost:
         return replace(cost, forward_flops=flops)
 
     def _at(self, shape: Shape, tp: int, split: bool, recompute: Recompute) -> LayerCost:
-        rows = -(-self.vocab // tp)
-        in_parts = num_chunks(shape.tokens, rows) > 1
-        by_recompute = self._by_setting.get((tp, split, in_parts))
+        by_recompute = self._by_setting.get((tp, split))
         if by_recompute is None:
             raise KeyError(f"no cost was measured for tp = {tp}, sequence_parallel = {split}")
-        return _closest(by_recompute, recompute).at(monomials_at(shape, rows))
+        return _closest(by_recompute, recompute).at(monomials_at(shape))
 
     @cached_property
-    def _by_setting(self) -> dict[tuple[int, bool, bool], dict[Recompute, Variant]]:
-        settings: dict[tuple[int, bool, bool], dict[Recompute, Variant]] = {}
+    def _by_setting(self) -> dict[tuple[int, bool], dict[Recompute, Variant]]:
+        settings: dict[tuple[int, bool], dict[Recompute, Variant]] = {}
         for variant in self.variants:
-            setting = (variant.tp, variant.sequence_parallel, variant.in_parts)
+            setting = (variant.tp, variant.sequence_parallel)
             settings.setdefault(setting, {})[parse(variant.recompute)] = variant
         return settings
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.variants, self.vocab))
+        return hash(self.variants)
 
     def __hash__(self) -> int:
         return self._hash  # a search asks for it many times
