@@ -3,8 +3,8 @@
 `parallel3d convert export CHECKPOINT --to OUT` takes a checkpoint (step-N) or a run's folder, whose
 newest checkpoint it exports. `import DIR --to OUT` writes a folder for `model.from_pretrained`.
 Both run in one process without a GPU, and check the new folder before it gets its name.
-`config FILE --out ds.json` writes a config for one of nanotron, GPT-NeoX or Megatron-LM, and prints
-what became of each setting.
+`config FILE --out ds.json` writes a config for one of nanotron, GPT-NeoX, Megatron-LM or Hugging
+Face's Trainer, and prints what became of each setting.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from rich.console import Console
 from parallel3d.base import atomic, terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, output_file, prints_errors_as
 from parallel3d.base.errors import ConfigError
-from parallel3d.config import RunConfig
 
 if TYPE_CHECKING:  # torch is imported late, so that a wrong command line is reported first
     from parallel3d.huggingface.conversion import Proof
@@ -92,7 +91,8 @@ def convert_config(args: argparse.Namespace) -> int:
         console.print(f"{row.verdict:<14}{row}")
     ok = all(row.verdict != "REFUSED" for row in rows)
     if ok:
-        RunConfig.from_dict(config, source=f"the config of {args.files[0]}")
+        for name in foreign.check(config, args.files[0]):
+            console.print(f"{'not checked':<14}{name}: is read when the run starts")
     if args.json:
         print(json.dumps({"ok": ok, "rows": [row._asdict() for row in rows], "config": config}))
     if not ok:
@@ -128,10 +128,13 @@ def parse_args() -> argparse.Namespace:
     import_.add_argument("folder", type=Path, metavar="DIR", help=text)
     add_outputs(import_)
 
-    text = "write a config for one of nanotron, GPT-NeoX or Megatron-LM"
+    text = "write a config for one of nanotron, GPT-NeoX, Megatron-LM or the Trainer"
     config = commands.add_parser("config", help=text, description=text)
     add = config.add_argument
-    text = "nanotron's YAML, GPT-NeoX's YAML files, or Megatron-LM's script or arguments file"
+    text = (
+        "nanotron's YAML; GPT-NeoX's YAML files; Megatron-LM's script or arguments file; or the "
+        "Trainer's arguments (JSON, YAML, .py, script), and their DeepSpeed file"
+    )
     add("files", nargs="+", metavar="FILE", help=text)
     add("--out", type=output_file, metavar="FILE", help="the new config (default: print it)")
     config.add_json()

@@ -73,7 +73,7 @@ BUDGET = {
     "parallel3d/engine": 14_200,
     "parallel3d/extras/calibrate": 5_900,
     "parallel3d/extras/doctor": 2_000,
-    "parallel3d/extras/foreign": 3_900,
+    "parallel3d/extras/foreign": 6_000,
     "parallel3d/extras/guard": 6_400,
     "parallel3d/extras/report": 2_800,
     "parallel3d/extras/scaling": 28_700,

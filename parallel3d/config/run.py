@@ -8,6 +8,7 @@ from typing import Literal, Self, TypeVar
 from pydantic import Field, ValidationError
 
 from parallel3d.base import explain, reader
+from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.reader import JsonObject
 from parallel3d.base.section import Positive, Problem, Problems, raise_if_any
@@ -82,6 +83,11 @@ class RunConfig(RunSettings):
         Raises ConfigError, which lists all problems.
         """
         file = reader.find(path)
+        if file.suffix in (".yaml", ".yml", ".py", ".sh", ".toml"):
+            raise ConfigError(
+                f"{file}: is no JSON; convert it: parallel3d convert config {file} --out ds.json "
+                "(docs/coming-from.md says which programs' files it reads)"
+            )
         raw = reader.read(file)
         notes = apply_overrides(raw, overrides)
         config = cls.from_dict(raw, source=str(file))

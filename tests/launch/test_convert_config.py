@@ -13,17 +13,18 @@ import pytest
 from launch import convert as command
 from parallel3d import models
 from parallel3d.base import reader
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.document import settings
 from parallel3d.config.learning_rate import rate
-from parallel3d.extras.foreign import megatron, nanotron, neox
-from parallel3d.extras.foreign.convert import convert
+from parallel3d.extras.foreign import megatron, nanotron, neox, trainer
+from parallel3d.extras.foreign.convert import check, convert
 
 pytestmark = pytest.mark.pure
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
 BLOCKS = [dedent(block) for block in re.findall(r"(?m)(?:^(?:    .*)?\n)+", PAGE) if block.strip()]
-FILES = ("small.yaml", "small.yml", "train.sh")
+FILES = ("small.yaml", "small.yml", "train.sh", "arguments.json")
 
 
 def theirs(name):
@@ -61,12 +62,12 @@ def test_page_shows_the_written_config(name, converted):
 
 def test_every_config_of_the_page_loads():
     configs = [block for block in BLOCKS if '"parallel3d": {' in block]
-    assert len(configs) == 6, "a worked example for each framework"
+    assert len(configs) == 7, "a worked example for each framework"
     for block in configs:
-        RunConfig.from_dict(reader.parse(block))
+        check(reader.parse(block), "docs/coming-from.md")
 
 
-@pytest.mark.parametrize("framework", [nanotron, neox, megatron])
+@pytest.mark.parametrize("framework", [nanotron, neox, megatron, trainer])
 def test_tables_name_existing_settings(framework):
     known = {doc.path for doc in settings()} | {"bf16.enabled, fp16.enabled", ""}
     known |= {path.rpartition(".")[0] for path in known} | {"parallel3d.data.mixture"}
@@ -291,8 +292,22 @@ def test_files_of_gpt_neox_are_merged(tmp_path):
     [
         ("a.yml", "{a: 1\nb: 2}", "line 2"),
         ("a.yml", "- 1", "write a block of settings in YAML"),
-        ("a.yml", "name: ci", "has no setting of nanotron, GPT-NeoX or Megatron-LM"),
-        ("a.sh", "echo hello", "has no setting of nanotron, GPT-NeoX or Megatron-LM"),
+        ("a.yml", "name: ci", "has no setting of nanotron, GPT-NeoX, Megatron-LM or Hugging"),
+        ("a.sh", "echo hello", "has no setting of nanotron, GPT-NeoX, Megatron-LM or Hugging"),
+        ("a.py", "def f(:", "a.py: is not Python"),
+        ("a.json", '{"zero_optimization": {"stage": 3}}', "is a DeepSpeed config, which"),
+        (
+            "a.json",
+            '{"train_batch_size": 8, "parallel3d": {}}',
+            "is a config of parallel3d; run it",
+        ),
+        ("a.json", '{"max_steps": 9, "deepspeed": "z3.json"}', "z3.json: no such file; name it"),
+        (
+            "a.json",
+            '{"max_steps": 9, "gradient_accumulation_steps": 2, '
+            '"deepspeed": {"gradient_accumulation_steps": 4}}',
+            "gradient_accumulation_steps = 2: the DeepSpeed file has 4",
+        ),
         ("a.sh", "--num-layers 2 --lr 1", "parallel3d.model.hidden_size: is required"),
         ("a.yml", "", "a.yml: has no settings; write a block of settings in YAML"),
         ("a.yml", "a: 1\n\x1c", "a.yml: unacceptable character"),
@@ -303,6 +318,97 @@ def test_unusable_file_exits_with_2(name, text, message, tmp_path, called):
     (tmp_path / name).write_text(text)
     code, printed, errors = called(command.main, "convert", "config", tmp_path / name, "--json")
     assert (code, printed) == (2, "") and message in errors and "Traceback" not in errors
+
+
+TRAINERS = {
+    "model_name_or_path": "owner/model",
+    "dataset_name": "owner/stories",
+    "dataset_config_name": "en",
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 8,
+    "learning_rate": 0.0003,
+    "adam_beta2": 0.95,
+    "weight_decay": 0.1,
+    "max_steps": 200,
+    "warmup_ratio": 0.05,
+    "lr_scheduler_type": "linear",
+    "bf16": True,
+    "block_size": 512,
+    "output_dir": "out",
+}
+
+
+def as_call(arguments):
+    named = {name: arguments[name] for name in arguments.keys() - {"model_name_or_path"}}
+    keywords = ", ".join(f"{name}={value!r}" for name, value in named.items())
+    return (
+        "BATCH = 4\nargs = transformers.TrainingArguments("
+        f"{keywords.replace('batch_size=4', 'batch_size=BATCH')})\n"
+        'model = AutoModelForCausalLM.from_pretrained("owner/model", dtype="auto")\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.json", json.dumps),
+        ("a.yaml", lambda x: "".join(f"{name}: {json.dumps(x[name])}\n" for name in x)),
+        ("a.py", as_call),
+        (
+            "a.sh",
+            lambda x: (
+                "torchrun --nproc_per_node 8 run_clm.py "
+                + " ".join(f"--{name} {json.dumps(x[name])}" for name in x)
+            ),
+        ),
+    ],
+)
+def test_trainers_arguments_are_read_as_people_write_them(name, write, converted):
+    config, rows = converted(name, write(TRAINERS))
+    assert {rows[name].verdict for name in TRAINERS} == {"taken"}
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert config["bf16"] == {"enabled": True}
+    assert config["optimizer"]["params"] == {
+        "lr": 0.0003,
+        "weight_decay": 0.1,
+        "betas": [0.9, 0.95],
+    }
+    block = config["parallel3d"]
+    assert block["model"] == {"from_pretrained": "owner/model"}
+    assert block["data"] == {
+        "source": "hub",
+        "name": "owner/stories",
+        "subset": "en",
+        "sequence_length": 512,
+        "tokenizer": "owner/model",
+    }
+    block["model"] = {"family": "gpt", "hidden_size": 8, "num_attention_heads": 1}
+    block["model"] |= {"num_hidden_layers": 1, "max_position_embeddings": 512, "vocab_size": 99}
+    complete = RunConfig.from_dict(config).resolve(1).completed()
+    # transformers' get_linear_schedule_with_warmup, whose first step has the rate 0
+    for step, scale in ((5, 0.5), (10, 1), (105, 0.5), (199, 1 / 190)):
+        assert rate(complete, step - 1) / 0.0003 == pytest.approx(scale)
+
+
+def test_deepspeed_file_of_a_trainer_is_completed(tmp_path):
+    (tmp_path / "z3.json").write_text(
+        '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, '
+        '"gradient_clipping": 0.5, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}'
+    )
+    arguments = TRAINERS | {"deepspeed": "z3.json", "max_grad_norm": 1.0}
+    (tmp_path / "a.json").write_text(json.dumps(arguments))
+    config, rows = convert([str(tmp_path / "a.json")])
+    verdicts = {row.setting: row.verdict for row in rows}
+    assert verdicts["max_grad_norm"] == "REFUSED", "transformers refuses it, too"
+    assert config["gradient_clipping"] == 0.5
+    assert config["optimizer"]["params"]["lr"] == 0.0003
+    assert config["zero_optimization"] == {"stage": 3} and config["bf16"] == {"enabled": True}
+
+
+def test_yaml_as_config_is_sent_to_the_converter(tmp_path):
+    (tmp_path / "a.yaml").write_text("max_steps: 3\n")
+    with pytest.raises(ConfigError, match=r"convert config .*a\.yaml --out ds\.json"):
+        RunConfig.from_json(str(tmp_path / "a.yaml"))
 
 
 def test_existing_config_is_not_overwritten(tmp_path, called):

@@ -13,10 +13,12 @@ import yaml
 from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.reader import JsonObject
-from parallel3d.config import document
-from parallel3d.extras.foreign import megatron, nanotron, neox
+from parallel3d.config import RunConfig, document
+from parallel3d.extras.foreign import megatron, nanotron, neox, trainer
 from parallel3d.extras.foreign.rules import Row, Rule, Verdict
 
+_MODEL = "parallel3d.model"
+_LR_SCHEDULE = "parallel3d.train.lr_schedule"
 # norm, positions, MLP, biases
 _FAMILIES = {
     ("layernorm", "learned", "gelu", True): "gpt",
@@ -49,6 +51,16 @@ _OF_FAMILIES: dict[str, tuple[dict[str, Sequence[str]], object, Verdict]] = {
     "@dropout": ({"gpt": ["embd_pdrop", "resid_pdrop"]}, 0, "DIFFERS"),
     "@attention_dropout": ({"gpt": ["attn_pdrop"]}, 0, "DIFFERS"),
 }
+_STAND_IN = {
+    "family": "gpt",
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "max_position_embeddings": 2**20,
+}
+# Settings that a Trainer has not, though others of the framework have the names of Trainer's.
+_OF_MEGATRON = {"num-layers", "global-batch-size", "tensor-model-parallel-size"}
+_OF_NEOX = {"num_layers", "pipe_parallel_size", "model_parallel_size", "pos_emb"}
 _UNKNOWN = Rule(why="is not in the table", verdict="UNKNOWN")
 _UNREAD = Rule(why="depends on a run of the script", verdict="UNKNOWN")
 
@@ -57,17 +69,20 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
     """Return our config for a file of another framework, and a row for each of its settings.
 
     The config is not checked: `RunConfig.from_dict` does that. Raises ConfigError if a file is none
-    of nanotron, GPT-NeoX or Megatron-LM.
+    of nanotron, GPT-NeoX, Megatron-LM or Hugging Face's Trainer.
 
-    - `paths`: one file, or several YAML files of GPT-NeoX, which belong together.
+    - `paths`: one file, or several that belong together: YAML files of GPT-NeoX, or a Trainer's
+      arguments and their DeepSpeed file.
     """
     framework, settings = _read(paths)
     if not settings.keys() & framework.TABLE.keys():
         raise ConfigError(
-            f"{paths[0]}: has no setting of nanotron, GPT-NeoX or Megatron-LM; name another file "
-            "(docs/coming-from.md)"
+            f"{paths[0]}: has no setting of nanotron, GPT-NeoX, Megatron-LM or Hugging Face's "
+            "Trainer; name another file (docs/coming-from.md)"
         )
     table = {doc.path: Rule(doc.path) for doc in document.settings()} | framework.TABLE
+    if framework is trainer:
+        table |= trainer.overruled(settings)
     rows = []
     values = dict[str, Any]()
     for setting, value in settings.items():
@@ -88,15 +103,71 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
     return config, rows
 
 
+def check(config: JsonObject, path: str) -> list[str]:
+    """Check a converted config; return the settings that only the run can read.
+
+    A model on the hub needs the network: the rest is checked with another one in its place.
+
+    - `path`: the file it comes from, for messages.
+    """
+    name = reader.value_at(config, f"{_MODEL}.from_pretrained")
+    unread = []
+    if isinstance(name, str) and not Path(name).expanduser().is_dir():
+        unread = [f"{_MODEL}.from_pretrained = {name}"]
+        block = reader.block_at(config, "parallel3d") | {"model": _STAND_IN}
+        config = config | {"parallel3d": block}
+    RunConfig.from_dict(config, source=f"the config of {path}")
+    return unread
+
+
 def _read(paths: Sequence[str]) -> tuple[ModuleType, JsonObject]:
+    """Return the framework that the files belong to, and their settings by dotted path."""
     blocks: JsonObject = {}
     for path in paths:
         text = reader.text_of(Path(path))
-        if not path.endswith((".yml", ".yaml")):
-            return megatron, megatron.arguments(text)
-        blocks |= _block(path, text)
-    framework = nanotron if "parallelism" in blocks else neox
-    return framework, _flat(blocks, framework.TABLE)
+        suffix = Path(path).suffix
+        if suffix in (".yml", ".yaml"):
+            blocks |= _block(path, text)
+        elif suffix == ".json" or text.lstrip().startswith("{"):
+            blocks |= reader.parse(text, path)
+        elif suffix == ".py":
+            blocks |= trainer.call_arguments(text, path)
+        else:
+            arguments = megatron.arguments(text)
+            named = {name.replace("-", "_"): value for name, value in arguments.items()}
+            if not trainer.is_trainers(named) or arguments.keys() & _OF_MEGATRON:
+                return megatron, arguments
+            blocks |= named
+    if "parallelism" in blocks:
+        return nanotron, _flat(blocks, nanotron.TABLE)
+    names = {name.replace("-", "_") for name in blocks}
+    if trainer.is_trainers(dict.fromkeys(names)) and not names & _OF_NEOX:
+        return trainer, _flat(trainer.with_deepspeed(blocks, paths), trainer.TABLE)
+    _refuse_ours(paths[0], blocks)
+    return neox, _flat(blocks, neox.TABLE)
+
+
+def _refuse_ours(path: str, blocks: JsonObject) -> None:
+    """Raise ConfigError if a file is a config of parallel3d already, or of DeepSpeed alone."""
+    if "parallel3d" in blocks:
+        raise ConfigError(
+            f"{path}: is a config of parallel3d; run it: deepspeed launch/train.py --config {path}"
+        )
+    deepspeeds = {doc.path.split(".")[0] for doc in document.settings()}
+    names = {name.replace("-", "_") for name in blocks}
+    if names & neox.TABLE.keys() or not names & deepspeeds:
+        return
+    block = {
+        "model": {"from_pretrained": "FOLDER or owner/name"},
+        "data": {"source": "jsonl", "paths": ["FILES"], "sequence_length": 1024},
+        "train": {"steps": 1000},
+    }
+    raise ConfigError(
+        f"{path}: is a DeepSpeed config, which parallel3d reads as it is; add a block to it, "
+        f'"parallel3d": {json.dumps(block)}, with your model, data and length (docs/config.md), '
+        "and run it: deepspeed launch/train.py --config "
+        f"{path}. If it belongs to a Trainer, name the Trainer's arguments beside it"
+    )
 
 
 def _block(path: str, text: str) -> JsonObject:
@@ -128,6 +199,8 @@ def _flat(blocks: JsonObject, table: dict[str, Rule], prefix: str = "") -> JsonO
 
 
 def _add_model(values: dict[str, Any], _: str) -> Iterator[Row]:
+    if f"{_MODEL}.from_pretrained" in values or f"{_MODEL}.config" in values:
+        return  # the model's own config.json has the sizes
     parts: Any = tuple(values.get(name) for name in ("@norm", "@position", "@mlp", "@bias"))
     family = values.get("@family", _FAMILIES.get(parts))
     if family is None:
@@ -160,7 +233,8 @@ def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:
     steps = values.get("@steps")
     style = values.get("@style", "constant")
     if steps is None:
-        return  # the config's check says that the run has no length
+        yield from _add_schedule_of_epochs(values, style)
+        return
     end = values.get("@end", steps)
     warmup = values.get("@warmup_steps", round(values.get("@warmup_fraction", 0) * end))
     start = values.get("@start", end - values["@last"] if "@last" in values else warmup)
@@ -181,10 +255,31 @@ def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:
         values["parallel3d.train.lr_schedule.min_ratio"] = round(values.get("@min_lr", lr) / lr, 6)
 
 
+def _add_schedule_of_epochs(values: dict[str, Any], style: str) -> Iterator[Row]:
+    """Add the schedule of a run whose steps are known once its text is tokenized.
+
+    A run without a length is left to the config's check.
+    """
+    if "parallel3d.train.epochs" not in values:
+        return
+    if "@warmup_steps" in values:
+        values[f"{_LR_SCHEDULE}.warmup_steps"] = values["@warmup_steps"]
+    elif fraction := values.get("@warmup_fraction"):
+        why = f"a fraction of unknown steps; set {_LR_SCHEDULE}.warmup_steps"
+        yield Row("DIFFERS", "warm-up", fraction, why=why)
+    if style != "constant":
+        values[f"{_LR_SCHEDULE}.type"] = style
+        rate = values.get("optimizer.params.lr")
+        if isinstance(rate, float) and rate:
+            values[f"{_LR_SCHEDULE}.min_ratio"] = round(values.get("@min_lr", rate) / rate, 6)
+
+
 def _add_data(values: dict[str, Any], token_format: str) -> Iterator[Row]:
     files = values.get("@files", [])
     source = "parallel3d.data.source"
-    if len(files) > 1:
+    if source in values:
+        pass  # a Trainer's files
+    elif len(files) > 1:
         values[source] = "mixture"
         weights = values.get("@weights") or [1] * len(files)
         values["parallel3d.data.mixture"] = [
