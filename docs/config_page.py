@@ -22,8 +22,13 @@ Look up any setting here, or with `--help` of any command:
 
 A config is one JSON file, in which comments (`//`, `/* */`) and trailing commas are allowed. Set
 any value on the command line by its path: `--parallel3d.mesh.tp 2`, or `--mesh.tp 2`. The prefix
-`parallel3d.` is needed only if DeepSpeed has a key at that path. Unknown keys, wrong types and
-settings that contradict each other are errors, and all are reported at once.
+`parallel3d.` is needed only if DeepSpeed has a key at that path. An entry of a list is set by its
+number, from 0: `--data.mixture.1.text_field body`. Unknown keys, wrong types and settings that
+contradict each other are errors, and all are reported at once.
+
+Counts of steps, samples, tokens and bytes are read as people write them, here and in the flags of
+all commands: `1e9`, `"1_000_000"`, `"1.5B"`, `"64Ki"` (K, M, B or G, T and P are powers of 1000;
+Ki, Mi, ... of 1024), sizes also as `"5GB"`, tokens also as `"10B tokens"`.
 
 Written by `python docs/config_page.py > docs/config.md`; a test compares the two.
 """

@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 
-from parallel3d.base.arguments import DONE, STOPPED, Parser, prints_errors_as
+from parallel3d.base.arguments import DONE, STOPPED, Parser, prints_errors_as, whole_number
 from parallel3d.base.section import Problem, raise_if_any
 from parallel3d.config import RunConfig, arithmetic
 from parallel3d.data.batches import check_length
@@ -118,7 +118,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     text = "also write the corpus to PREFIX.bin and PREFIX.idx, in Megatron-LM's format"
     add("--to", nargs=2, metavar=("megatron", "PREFIX"), help=text)
     text = "show the first N samples of the run, and statistics of the documents"
-    add("--show", type=int, metavar="N", default=0, help=text)
+    add("--show", type=whole_number(0), metavar="N", default=0, help=text)
     text = "read the shards of streams once, and write data.manifest"
     add("--manifest", action="store_true", help=text)
     args, overrides = parser.parse_known_args()

@@ -105,7 +105,11 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--dry-run", type=whole_number(0), nargs="?", const=0, metavar="DEVICES", help=text
     )
+    text = "as --run.hardware: the device that a dry run plans for, a name or a file's path"
+    parser.add_argument("--hardware", metavar="NAME", help=text)
     args, overrides = parser.parse_known_args()
+    if args.hardware is not None:
+        overrides += ["--run.hardware", args.hardware]
     if args.config is None:
         parser.error("--config: is missing; add it, or let `parallel3d quick --minutes 20` choose")
     return args, overrides

@@ -10,6 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
+from parallel3d.base.counts import read_count, read_number
 from parallel3d.base.errors import Parallel3DError, TrainingError
 from parallel3d.base.masking import mask
 
@@ -150,30 +151,37 @@ def whole_number(least: int = 1, most: int = _MOST) -> Callable[[str], int]:
     """Return an argparse type that reads a whole number from `least` to `most`."""
 
     def read(text: str) -> int:
-        if not re.fullmatch(r"[+-]?\d+", text, re.ASCII):
+        try:
+            number = int(read_count(text))
+        except ValueError:
+            number = None
+        if number is None:
             rule = "must be a whole number"
             remedy = f"use {least} or more"
-        elif len(text) > 30 or int(text) > most:
+        elif number > most:
             rule = "is too large"
             remedy = f"use {most:,} or less"
-        elif int(text) < least:
+        elif number < least:
             rule = "is too small"
             remedy = f"use {least} or more"
         else:
-            return int(text)
+            return number
         raise argparse.ArgumentTypeError(f" = {text}: {rule}; {remedy}")
 
     return read
 
 
 def amount(text: str) -> float:
-    """Read a positive number with an optional suffix, such as 20, 0.5, 5M or 1.2B."""
-    number = re.fullmatch(r"(\d+(?:\.\d+)?)([kMBT]?)", text, re.ASCII)
-    if number is None or not float(number[1]):
-        rule = "must be a positive number"
-        remedy = "use one such as 20, 500k, 5M or 1.2B"
+    """Read a number above 0, such as 20, 0.5, 5M, 1e24 or 1.2B."""
+    try:
+        number = float(read_number(text))
+    except (ValueError, OverflowError):
+        number = 0.0
+    if number <= 0:
+        rule = "must be a number above 0"
+        remedy = "write one such as 20, 500k, 1.2B or 1e24"
         raise argparse.ArgumentTypeError(f" = {text}: {rule}; {remedy}")
-    return float(number[1]) * {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[number[2]]
+    return number
 
 
 def output_file(text: str) -> Path:

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import parallel3d
 from parallel3d.base.errors import ConfigError
@@ -74,13 +75,31 @@ def set_values(raw: JsonObject, values: Iterable[tuple[str, str]]) -> None:
     """Set values in `raw`, each given as dotted path and text; the last value of a path wins."""
     for path, text in values:
         *sections, key = path.split(".")
-        block = raw
-        for section in sections:
-            inner = block.setdefault(section, {})
-            if not isinstance(inner, dict):
-                raise ConfigError(f"--{path}: {section!r} is {inner!r}, which has no settings")
+        block: Any = raw
+        for i, section in enumerate(sections):
+            if isinstance(block, dict):
+                inner = block.setdefault(section, {})
+            else:
+                inner = block[_index(path, ".".join(sections[:i]), block, section)]
+            if not isinstance(inner, dict | list):
+                raise ConfigError(
+                    f"--{path}: {section!r} is {inner!r}, which has no settings; set "
+                    f"--{'.'.join(sections[: i + 1])} as a whole"
+                )
             block = inner
-        block[key] = value(text)
+        if isinstance(block, list):
+            block[_index(path, ".".join(sections), block, key)] = value(text)
+        else:
+            block[key] = value(text)
+
+
+def _index(path: str, place: str, entries: list[object], text: str) -> int:
+    """Return the number of an entry of the list at `place`; raise ConfigError if there is none."""
+    if re.fullmatch(r"\d{1,9}", text, re.ASCII) and int(text) < len(entries):
+        return int(text)
+    several = f"0 to {len(entries) - 1}" if len(entries) > 1 else "0"
+    number = f"use {several} in place of {text}" if entries else f"write --{place} [...]"
+    raise ConfigError(f"--{path}: {place} is a list of {len(entries)}; {number}")
 
 
 def value_at(raw: object, path: str) -> object:

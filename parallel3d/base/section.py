@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Annotated, ClassVar, Protocol, Self, TypeVar
 
 from pydantic import (
@@ -20,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from parallel3d.base.counts import read_count
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.masking import mask
 
@@ -145,15 +147,16 @@ class Choice:
         return self.class_of(name).model_validate(value)
 
 
-def _whole(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-# DeepSpeed's documentation writes sizes as 5e8, which JSON reads as a float.
-Size = Annotated[int, BeforeValidator(_whole)]
+# Counts of steps, samples and tokens, and sizes in bytes or elements, as people write them:
+# DeepSpeed's documentation has 5e8, which JSON reads as a float; others write "1B".
+Count = Annotated[int, BeforeValidator(read_count)]
+PositiveCount = Annotated[Count, Field(gt=0)]
+NaturalCount = Annotated[Count, Field(ge=0)]
+Tokens = Annotated[int, BeforeValidator(partial(read_count, unit="tokens"))]
+Size = Annotated[int, BeforeValidator(partial(read_count, unit="bytes"))]
 Item = TypeVar("Item")
 # A JSON list, frozen; the items stay strict.
 Items = Annotated[tuple[Item, ...], Strict(False)]

@@ -5,9 +5,10 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+from parallel3d.base.counts import read_count
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.section import Problem
-from parallel3d.config.data import DataConfig, num_tokens
+from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig, TrainConfig
 from parallel3d.config.scheduler import TOTAL_STEPS
 
@@ -155,7 +156,8 @@ def phases_of(schedule: Iterable[tuple[Any, int]], length: int) -> tuple[tuple[i
     - `length`: tokens per sample.
     """
     return tuple(
-        (-(-num_tokens(at) // length) if isinstance(at, str) else at, size) for at, size in schedule
+        (-(-read_count(at, "tokens") // length) if isinstance(at, str) else at, size)
+        for at, size in schedule
     )
 
 

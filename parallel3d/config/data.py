@@ -2,21 +2,23 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from pydantic_core import to_jsonable_python
 
 from parallel3d.base.section import (
     ABSENT,
+    Count,
     Items,
-    Natural,
+    NaturalCount,
     PathText,
     Positive,
     Problem,
     Section,
     Share,
     Size,
+    Tokens,
 )
 
 # Files of token ids written by other programs: Megatron-LM, datatrove, flat arrays.
@@ -57,18 +59,6 @@ _REQUIRED_KEYS = {
 }
 
 
-_TOKENS = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?([KMBT]?) tokens", re.ASCII)
-
-
-def num_tokens(value: Any) -> Any:
-    """Return the number in a text such as "10B tokens"; other values as they are."""
-    if not isinstance(value, str):
-        return value
-    if not (match := _TOKENS.fullmatch(value)):
-        raise ValueError('must be a number of tokens; write 10000000000 or "10B tokens"')
-    return round(float(match[1]) * 1000 ** " KMBT".index(match[2] or " "))
-
-
 def _check_starts(weights: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
     starts = [start for start, _ in weights]
     if starts[:1] != [0] or starts != sorted(set(starts)):
@@ -78,8 +68,7 @@ def _check_starts(weights: tuple[tuple[int, float], ...]) -> tuple[tuple[int, fl
 
 _Weight = Annotated[float, Field(gt=0, le=1e15)]  # so that their sum is finite
 # Weights from a number of tokens on: [[0, 0.7], ["10B tokens", 0.3]].
-_Start = Annotated[int, BeforeValidator(num_tokens)]
-_Change = Annotated[tuple[_Start, _Weight], Strict(False)]
+_Change = Annotated[tuple[Tokens, _Weight], Strict(False)]
 Weights = Annotated[Items[_Change], AfterValidator(_check_starts)]
 
 
@@ -194,10 +183,10 @@ class DataConfig(SourceConfig):
     tokenizer: str = Field(default="train", min_length=1)
     """"train" trains a byte-level BPE on the corpus; "none" is for corpora of token ids only, with
     vocab_size and end_of_text_id; anything else is a folder or hub name for AutoTokenizer."""
-    vocab_size: int = Field(default=4096, ge=257)
+    vocab_size: Count = Field(default=4096, ge=257)
     """Vocabulary size of tokenizer "train" (at least 257: all bytes and the end of text) and
     "none". Other tokenizers have their own."""
-    sequence_length: int = Field(gt=0)
+    sequence_length: Tokens = Field(gt=0)
     """Tokens per sample."""
     isolate_documents: bool = False
     """Isolate documents packed into one sample: attention stops at a document's end, and positions
@@ -233,7 +222,7 @@ class DataConfig(SourceConfig):
     workers: Positive | Literal["auto"] = "auto"
     """Tokenizer processes. 1 uses the calling process with one thread per core; "auto" picks the
     faster."""
-    read_ahead: Natural = 2
+    read_ahead: NaturalCount = 2
     """Steps whose samples a thread reads in advance; 0 reads each step's samples when it begins."""
     stream_cache_bytes: Size = Field(default=100 * 2**30, gt=0)
     """Maximum bytes of streamed shards that a node keeps in `cache`; the least recently used shards

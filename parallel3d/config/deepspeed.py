@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import Choice, Natural, PathText, Positive, Problem, Section, Size
+from parallel3d.base.section import (
+    Choice,
+    Natural,
+    PathText,
+    Positive,
+    PositiveCount,
+    Problem,
+    Section,
+    Size,
+)
 from parallel3d.config.switch import Switched, missing_switch
 from parallel3d.model import optimizers
 
@@ -96,7 +105,7 @@ class Fp16Config(Switched):
     """Fixed loss scale; 0 selects dynamic scaling."""
     initial_scale_power: int = Field(default=16, ge=0, le=32)
     """Dynamic scaling starts at 2 to this power."""
-    loss_scale_window: Positive = 1000
+    loss_scale_window: PositiveCount = 1000
     """Steps without overflow before the scale is doubled."""
     hysteresis: Positive = 2
     """Overflows tolerated before the scale is halved."""

@@ -11,11 +11,19 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from parallel3d.base import explain, reader
+from parallel3d.base.counts import read_number
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import ABSENT, Problem, Problems, Section, Strings
+from parallel3d.base.section import ABSENT, Problem, Problems, Section, Strings, expand_path
 
 DIRECTORY = reader.CONFIGS / "hardware"
 THIS_MACHINE = "this-machine"
@@ -43,13 +51,23 @@ def _plausible(value: float, info: ValidationInfo) -> float:
     return value
 
 
-class Figure(Section):
-    """A number and its source."""
+def _read(value: object) -> object:
+    return float(read_number(value, "bytes")) if isinstance(value, str) else value
 
-    value: Annotated[float, AfterValidator(_plausible)]
+
+class Figure(Section):
+    """A number and its source, or a plain number."""
+
+    value: Annotated[float, BeforeValidator(_read), AfterValidator(_plausible)]
     """The number, in the unit of the field that holds it."""
-    source: str = Field(min_length=1)
-    """Document that states the number."""
+    source: str = ""
+    """Document that states the number; "" if none does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_plain_number(cls, value: object) -> object:
+        is_plain = isinstance(value, int | float | str) and not isinstance(value, bool)
+        return {"value": value} if is_plain else value
 
 
 def _whole(figure: Figure) -> Figure:
@@ -125,11 +143,11 @@ class Cores(Section):
 class Hardware(Section):
     """One kind of device, and the machines that hold it."""
 
-    name: str
-    """Name for parallel3d.run.hardware: the file's name without .json."""
+    name: str = ""
+    """Name in tables: that of the file without .json, if it is not set."""
     aliases: Strings = ()
     """Other names on the command line, in lower case."""
-    device_names: Strings
+    device_names: Strings = ()
     """Patterns of the device names that the driver reports."""
     peak_flops: ByDtype
     """Peak dense FLOP/s by data type ("bf16", "fp16", "fp8"), where a source states it."""
@@ -218,28 +236,47 @@ def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
 
     Raises ConfigError if there is no such description.
     """
-    if name.endswith(".json") and name.removesuffix(".json") not in names():
-        return _at(Path(name))
-    name = name.removesuffix(".json")
-    lower = name.lower()
+    try:
+        return _at(file_of(name))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{place} = {json.dumps(name)}: {error}") from None
+
+
+def file_of(name: str) -> Path:
+    """Return the file with the description that `load` reads for a name, an alias or a path.
+
+    Raises ValueError with rule and remedy if there is none.
+    """
     known = names()
+    plain = name.removesuffix(".json")
+    if name != plain and plain not in known:
+        path = Path(expand_path(name))
+        if not os.path.isfile(path):
+            raise ValueError(
+                f"is not a file (working directory {os.getcwd()}); name one like those in "
+                "configs/hardware"
+            )
+        return path
+    lower = plain.lower()
+    files = _files()
     matches = [n for n in known if n.lower() == lower]
-    for match in matches or [n for n in known if lower in _at(_files()[n]).aliases]:
-        return _at(_files()[match])
+    for match in matches or [n for n in known if lower in _at(files[n]).aliases]:
+        return files[match]
     if lower == THIS_MACHINE:
-        raise ConfigError(
-            f'{place} = "{THIS_MACHINE}": is not measured yet; run '
-            "`parallel3d plan --calibrate` first, on the machine that will train"
+        raise ValueError(
+            "is not measured yet; run `parallel3d plan --calibrate` first, on the machine that "
+            "will train"
         )
-    auto = '"auto" or ' if "." in place else ""
-    raise ConfigError(
-        f"{place} = {json.dumps(name)}: is not described; use {auto}one of: "
-        f"{', '.join(known)}; or the path of a file like those in configs/hardware"
+    raise ValueError(
+        f"is not described; use one of {', '.join(known)}; or the path of a file like those in "
+        "configs/hardware"
     )
 
 
 def _at(path: Path) -> Hardware:
-    raw = reader.read(path)
+    raw = {"name": path.stem} | reader.read(path)
     try:
         return Hardware.model_validate(raw, context="file")
     except ValidationError as error:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from parallel3d.base.section import Items, Natural, PathText, Positive, Strings
+from parallel3d.base.section import Items, NaturalCount, PathText, PositiveCount, Strings
 from parallel3d.config.switch import Switched
 
 # DeepSpeed's null means the same as a missing block.
@@ -58,7 +58,7 @@ class WandbConfig(Switched):
 class CometConfig(Switched):
     """Comet; null leaves a setting to Comet's own configuration and environment."""
 
-    samples_log_interval: Natural = 100
+    samples_log_interval: NaturalCount = 100
     """Samples between two values of a metric."""
     project: str | None = None
     """Project of the experiment."""
@@ -79,7 +79,7 @@ class CometConfig(Switched):
 class FlopsProfilerConfig(Switched):
     """A line with the FLOPs of one step: parallel3d's own count, as used for MFU."""
 
-    profile_step: Positive = 1
+    profile_step: PositiveCount = 1
     """Step after which the line is printed, counted from 1."""
 
 

@@ -9,6 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 from parallel3d.base import reader
+from parallel3d.base.counts import read_count
 from parallel3d.base.reader import JsonObject, block_at, blocks_at, value_at
 from parallel3d.base.section import ABSENT
 from parallel3d.config import arithmetic, auto, folders, pretrained
@@ -123,7 +124,10 @@ def _let_a_size_follow(raw: JsonObject, command_line: JsonObject) -> list[str]:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
+    try:
+        return type(read_count(value)) in (int, float)
+    except ValueError:
+        return False
 
 
 def full_path(path: str) -> str:

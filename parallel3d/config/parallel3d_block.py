@@ -14,10 +14,23 @@ from pydantic import (
 )
 
 from parallel3d import models
+from parallel3d.base.counts import read_count
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.base.section import Choice, Items, Natural, PathText, Positive, Section, Share
+from parallel3d.base.section import (
+    Choice,
+    Count,
+    Items,
+    Natural,
+    NaturalCount,
+    PathText,
+    Positive,
+    PositiveCount,
+    Section,
+    Share,
+    Tokens,
+)
 from parallel3d.config import hardware
-from parallel3d.config.data import DataConfig, num_tokens
+from parallel3d.config.data import DataConfig
 from parallel3d.config.folders import ModelFolders, OptimizerFolders, ScheduleFolders
 from parallel3d.config.monitors import Trackers
 from parallel3d.model import recompute
@@ -78,9 +91,8 @@ def _plain_name(name: str) -> str:
 
 
 def _known_hardware(name: str) -> str:
-    known = hardware.names()
-    if name not in ("auto", *known):
-        raise ValueError(f'is not described in configs/hardware; use "auto", {", ".join(known)}')
+    if name != "auto":
+        hardware.file_of(name)
     return name
 
 
@@ -190,12 +202,12 @@ class LrScheduleConfig(Section):
     type: Literal["constant", "cosine", "linear", "wsd"] = "constant"
     """Shape after the warm-up: "constant"; or decay to min_ratio at the last step by half a cosine,
     linearly, or ("wsd": warm-up, stable, decay) as 1 - sqrt over the last decay_steps."""
-    warmup_steps: Natural = 0
+    warmup_steps: NaturalCount = 0
     """Steps of linear warm-up. In a shorter run the warm-up is cut to the run's length (or to the
     start of the decay), with a note. With train.batch_schedule: steps of the first batch."""
     min_ratio: Share = 0.1
     """Final learning rate of "cosine", "linear" and "wsd", as a fraction of the peak."""
-    decay_steps: int | None = Field(default=None, gt=0)
+    decay_steps: Count | None = Field(default=None, gt=0)
     """Steps over which "wsd" decays; null means a fifth of the run. With train.batch_schedule:
     steps of the first batch."""
 
@@ -206,9 +218,9 @@ Ranks = Annotated[Items[Natural], Field(min_length=1)]
 class ProfileConfig(Section):
     """Which steps to profile."""
 
-    start: int = Field(ge=0)
+    start: NaturalCount
     """First step to profile, counted from 0."""
-    steps: Positive = 1
+    steps: PositiveCount = 1
     """Number of steps to profile."""
     ranks: Literal["auto", "all"] | Ranks = "auto"
     """Ranks that are profiled: a list of ranks, "all", or "auto" for one of each pipeline and
@@ -218,13 +230,13 @@ class ProfileConfig(Section):
 class CheckBitsConfig(Section):
     """When to compare the bits of what several ranks hold."""
 
-    every: Natural = 0
+    every: NaturalCount = 0
     """Steps between comparisons; 0 compares nothing. Data-parallel replicas (the weights, at ZeRO-0
     also masters and moments), parameters that tp does not cut, tied weights and the gradient norm
     must be the same, and messages between stages must arrive as they were sent; else the run stops
     and names the ranks. On GPUs also set train.deterministic, without which tensor-parallel copies
     may round unlike."""
-    recompute_every: Natural = 0
+    recompute_every: NaturalCount = 0
     """Steps between recomputations; 0 computes nothing again. One microbatch of each rank is
     computed again on another rank, from the masters' weights, and compared bit for bit (on GPUs
     only with train.deterministic, else within what rounding explains). It names the wrong rank,
@@ -235,22 +247,24 @@ class CheckBitsConfig(Section):
     later checkpoints are set aside."""
 
 
-def _known_position(position: int | str) -> int | str:
-    num_tokens(position)
-    return position
+def _known_position(position: object) -> object:
+    if isinstance(position, str) and position.rstrip("s").endswith("token"):
+        read_count(position, "tokens")
+        return position
+    return read_count(position)
 
 
-# A number of samples, or of tokens as text.
-_Position = Annotated[int | str, AfterValidator(_known_position)]
-_Batch = Annotated[tuple[_Position, Positive], Strict(False)]
+# A number of samples, or a text with a number of tokens: "2M tokens".
+_Position = Annotated[int | str, BeforeValidator(_known_position)]
+_Batch = Annotated[tuple[_Position, PositiveCount], Strict(False)]
 
 
 class TrainConfig(Section):
     """How long to train, and when to evaluate."""
 
-    steps: Positive | None = None
+    steps: PositiveCount | None = None
     """Length of the run in optimizer steps; set exactly one of steps, max_tokens and epochs."""
-    max_tokens: Positive | None = None
+    max_tokens: Annotated[Tokens, Field(gt=0)] | None = None
     """Length of the run in tokens, rounded down to whole steps."""
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Length of the run in passes over the training data, rounded down to whole steps."""
@@ -269,14 +283,14 @@ class TrainConfig(Section):
     batch_lr: Literal["none", "sqrt", "linear"] = "none"
     """Factor on the learning rate with batch_schedule, by a step's batch relative to the first one:
     1, its square root, or the ratio itself."""
-    evaluate_every: Natural = 0
+    evaluate_every: NaturalCount = 0
     """Steps between evaluations on held-out text; 0 evaluates only after the last step."""
-    noise_scale_every: Natural = 0
+    noise_scale_every: NaturalCount = 0
     """Steps between measurements of the gradient noise scale (`gradient_noise` in metrics.jsonl);
     0 measures nothing. Needs dp of 2 or more, and gradients that are reduced once per step."""
-    evaluate_samples: Positive = 64
+    evaluate_samples: PositiveCount = 64
     """Held-out samples per evaluation."""
-    stop_after: Positive | None = None
+    stop_after: PositiveCount | None = None
     """Save and stop after this step. The learning-rate schedule still spans the full run."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
     """If a loss or the gradient norm of a step is not finite: "stop" the run; "skip" the update of
@@ -288,14 +302,14 @@ class TrainConfig(Section):
     trained steps. The first 16 steps cannot spike."""
     spike_score: float = Field(default=8.0, gt=0)
     """Robust standard deviations above the median that make a spike."""
-    max_skips: Positive = 10
+    max_skips: PositiveCount = 10
     """Most batches that may be skipped and rewound in a run; one more bad batch stops it."""
     check_bits: CheckBitsConfig = CheckBitsConfig()
     """Comparison of what several ranks hold."""
-    digest_every: Natural = 0
+    digest_every: NaturalCount = 0
     """Steps between digests of the training state, in digests.jsonl; 0 writes none. `parallel3d
     runs diff` compares those of two runs, which may have different meshes."""
-    timeout_seconds: Natural = 300
+    timeout_seconds: NaturalCount = 300
     """Seconds that a rank waits for another, after the first step, before the run fails and names
     that rank. 0 disables the timeout (useful with a debugger). Dead or stopped ranks still end the
     run."""
@@ -334,19 +348,19 @@ def _resume_point(value: object) -> object:
 class CheckpointConfig(Section):
     """When to save the training state, and what to resume from."""
 
-    every: Natural = 200
+    every: NaturalCount = 200
     """Steps between checkpoints. The last step, and the step at which a run is stopped, are always
     saved; 0 saves only those."""
-    keep: int = Field(default=2, ge=2)
+    keep: Count = Field(default=2, ge=2)
     """Number of newest checkpoints to keep; an older one is deleted after the newer ones are
     verified."""
-    at: Items[Positive] = ()
+    at: Items[PositiveCount] = ()
     """More steps to save after. These checkpoints are never deleted; other runs can start from them
     (checkpoint.resume)."""
     asynchronous: bool = True
     """Copy the state to host memory and write it while training continues; false makes training
     wait."""
-    in_memory_every: Natural = 0
+    in_memory_every: NaturalCount = 0
     """Steps between copies of the state in the memory of each rank's host and of the next host,
     from which a run goes on after the loss of a process or a host; 0 keeps none. Two steps are
     kept, each of 12 bytes per parameter over all ranks; with several hosts, 24."""

@@ -7,7 +7,7 @@ from pydantic import Field, PlainValidator
 
 from parallel3d.base.masking import mask_values
 from parallel3d.base.reader import JsonObject
-from parallel3d.base.section import Positive, Refusal, Section, Size
+from parallel3d.base.section import PositiveCount, Refusal, Section
 from parallel3d.config import deepspeed, deepspeed_keys, parallel3d_block
 from parallel3d.config.deepspeed import (
     AioConfig,
@@ -37,16 +37,16 @@ class RunSettings(Section):
     refused: ClassVar[Mapping[str, Mapping[str, Refusal]]] = deepspeed_keys.UNUSED
     foreign: ClassVar[Mapping[str, str]] = OURS
 
-    train_batch_size: Positive | None = None
+    train_batch_size: PositiveCount | None = None
     """Samples per step: micro batch x accumulation x dp. As in DeepSpeed, a size that is not set is
     computed from the others. A run that resumes keeps its batch unless this is set."""
-    train_micro_batch_size_per_gpu: Positive | None = None
+    train_micro_batch_size_per_gpu: PositiveCount | None = None
     """Samples per microbatch, on each data-parallel rank."""
-    gradient_accumulation_steps: Positive | None = None
+    gradient_accumulation_steps: PositiveCount | None = None
     """Microbatches per step, which pass through the pipeline together."""
     gradient_clipping: float = Field(default=1.0, ge=0)
     """Maximum global gradient norm; 0 disables clipping."""
-    steps_per_print: Annotated[Size, Field(gt=0)] = 10
+    steps_per_print: PositiveCount = 10
     """Steps between progress lines if standard error is not a terminal."""
     wall_clock_breakdown: bool = False
     """Print how a step's time divides up, every steps_per_print steps."""

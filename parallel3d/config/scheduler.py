@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from parallel3d.base.section import Choice, Positive, Section, Share
+from parallel3d.base.section import Choice, PositiveCount, Section, Share
 
 Rate = Annotated[float, Field(ge=0)]
 # Fields of this name hold the length of the run, which is not known when the file is read.
@@ -21,7 +21,7 @@ TOTAL_STEPS = "total_num_steps"
 class Warmup(Section):
     """The warm-up that three schedules share."""
 
-    warmup_num_steps: Positive = 1000
+    warmup_num_steps: PositiveCount = 1000
     """Steps of the warm-up; as in DeepSpeed, at least 2."""
     warmup_type: Literal["log", "linear"] = "log"
     """Warm up with the logarithm of the step, or linearly."""
@@ -68,7 +68,7 @@ class WarmupDecayLRParams(WarmupLRParams):
 
     warmup_max_lr: Rate | None = 0.001
     """Learning rate at the end of the warm-up; null means optimizer.params.lr."""
-    total_num_steps: Positive | Literal["auto"]
+    total_num_steps: PositiveCount | Literal["auto"]
     """Step at which the decay ends; "auto" means the last step of the run."""
 
     def _after(self, step: int) -> float:
@@ -79,7 +79,7 @@ class WarmupDecayLRParams(WarmupLRParams):
 class WarmupCosineLRParams(Warmup):
     """Fractions of optimizer.params.lr: warm-up to 1, then half a cosine."""
 
-    total_num_steps: Positive | Literal["auto"]
+    total_num_steps: PositiveCount | Literal["auto"]
     """Step at which the decay ends; "auto" means the last step of the run."""
     warmup_min_ratio: Share = 0.0
     """Fraction of optimizer.params.lr at which the warm-up starts."""

@@ -5,7 +5,6 @@ one file, and equal weights produce equal bytes on every mesh.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from parallel3d import models
 from parallel3d.base.atomic import rename, sync, sync_folder
+from parallel3d.base.counts import read_count
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.masking import mask
 from parallel3d.base.step_lines import METRICS, parsed
@@ -40,7 +40,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
 
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True)
@@ -211,9 +210,11 @@ def fold(value: Tensor, factors: tuple[float, ...]) -> Tensor:
 
 def bytes_of(text: str) -> int:
     """Return the bytes of a size such as "5GB" (10^9 bytes); raise ConfigError for other text."""
-    match = re.fullmatch(r"(\d{1,15}) ?([KMGT]B|)", text, re.ASCII | re.IGNORECASE)
-    size = int(match[1]) * _UNITS[match[2].upper()] if match else 0
-    if size < 1:
+    try:
+        size = int(read_count(text, "bytes"))
+    except ValueError:
+        size = 0
+    if not 0 < size < 10**18:
         raise ConfigError(f"--shard-size = {text[:40]}: must be a size such as 5GB; write 500MB")
     return size
 

@@ -108,7 +108,7 @@ def test_warmup_and_decay_are_limited_in_steps_of_the_first_batch():
         ([[1, 8]], "must begin with position 0"),
         ([[0, 8], [64, 16], [64, 8]], "go on with later samples, not [0, 64, 64]"),
         ([[0, 8], [64, 16], [32, 8]], "go on with later samples"),
-        ([[0, 8], ["2M", 16]], 'write 10000000000 or "10B tokens"'),
+        ([[0, 8], ["2 lots of tokens", 16]], "must be an integer"),
         ([[0, 8], [64]], "batch_schedule.1"),
         ([[0, 0]], "batch_schedule.0"),
     ],

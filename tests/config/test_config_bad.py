@@ -44,8 +44,11 @@ NO_NAMES = [
 # path, value, and what the message must say beside path and value: the rule and the remedy
 BAD = [
     # types
-    (STEPS, "100", "must be an integer", "without quotes"),
-    (STEPS, 100.0, "must be an integer", "without quotes, point"),
+    (STEPS, "many", "must be an integer", "write a whole number"),
+    (STEPS, "1.5", "must be an integer", "write a whole number"),
+    (STEPS, "10B tokens", "must be an integer", "write a whole number"),
+    (f"{P3D}.mesh.tp", "2", "must be an integer", "without quotes"),
+    (f"{P3D}.mesh.tp", 2.0, "must be an integer", "without quotes, point"),
     (STEPS, True, "must be an integer", "write a whole number"),
     ("tensorboard.enabled", "true", "must be true or false", "without quotes"),
     ("optimizer.params.lr", "1e-3", "must be a number", "without quotes"),
@@ -76,7 +79,7 @@ BAD = [
     (f"{P3D}.data.vocab_size", 256, "at least 257", "257 or more"),
     (f"{LR}.min_ratio", 1.5, "at most 1", "1 or less"),
     (f"{P3D}.train.seed", 2**63, "less than", "lower it"),
-    (f"{ZERO}.reduce_bucket_size", 0.5, "must be an integer", "without quotes, point"),
+    (f"{ZERO}.reduce_bucket_size", 0.5, "must be an integer", "write a whole number"),
     # names
     *((NAME, name, "must be a plain name", "as in run-1") for name in NO_NAMES),
     ("csv_monitor", ON | {"output_path": "a\0b"}, "U+0000", "remove it"),
@@ -301,23 +304,23 @@ def test_missing_setting_is_named(path):
 
 def test_long_list_of_wrong_entries_gives_a_short_message():
     """The first five, and how many more; other settings are named all the same."""
-    message = error_of(**{f"{P3D}.run.model_folders": [1] * 1000, STEPS: "100", "lr": 1})
+    message = error_of(**{f"{P3D}.run.model_folders": [1] * 1000, STEPS: "many", "lr": 1})
     head, *lines = message.splitlines()
     assert "1002 problems in " in head and len(message) < 1000
     places = [f"{P3D}.run.model_folders.{i} = 1" for i in range(5)]
-    for place in (*places, f"{P3D}.run.model_folders: 995 more", f'{STEPS} = "100"', "lr = 1"):
+    for place in (*places, f"{P3D}.run.model_folders: 995 more", f'{STEPS} = "many"', "lr = 1"):
         assert sum(place in line for line in lines) == 1, place
     assert len(lines) == 8
 
 
 def test_command_exits_with_2_and_prints_only_the_message(tmp_path, monkeypatch, capsys):
     file = tmp_path / "theirs.json"
-    file.write_text(json.dumps(raw(**{STEPS: "100"})))
+    file.write_text(json.dumps(raw(**{STEPS: "many"})))
     monkeypatch.setattr("sys.argv", ["plan.py", "--config", str(file)])
     assert plan.main() == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 2
-    check(captured.err, f'{STEPS} = "100": ', "must be an integer", "without quotes")
+    check(captured.err, f'{STEPS} = "many": ', "must be an integer", "write a whole number")
 
 
 def test_planned_mesh_requires_the_batch_size():

@@ -1,9 +1,12 @@
 """What is read of a file and of a command line; wrong words there are in test_config_bad.py."""
 
 import json
+import re
+from copy import deepcopy
 
 import pytest
 
+from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.reader import find, parse, read
 from parallel3d.config import Parallel3DConfig, RunConfig
@@ -151,3 +154,30 @@ def test_short_paths_change_the_default_config():
     assert (config.mesh.pp, config.mesh.tp, config.model.hidden_size) == (2, 2, 64)
     assert config.bf16.enabled
     assert (config.run.name, config.checkpoint.every) == ("x", 7)
+
+
+LISTED = {"mixture": [{"field": "a"}, {"field": "b"}], "betas": [0.9, 0.999], "none": []}
+
+
+def test_entries_of_lists_are_set_by_their_number() -> None:
+    raw = {"data": deepcopy(LISTED)}
+    reader.set_values(raw, [("data.mixture.1.field", "x"), ("data.betas.1", "0.95")])
+    assert raw["data"]["mixture"] == [{"field": "a"}, {"field": "x"}]
+    assert raw["data"]["betas"] == [0.9, 0.95]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("mixture.2.field", "mixture is a list of 2; use 0 to 1 in place of 2"),
+        ("mixture.-1.field", "mixture is a list of 2; use 0 to 1 in place of -1"),
+        ("mixture.field", "mixture is a list of 2; use 0 to 1 in place of field"),
+        ("betas.7", "betas is a list of 2; use 0 to 1 in place of 7"),
+        ("betas.0.field", "'0' is 0.9, which has no settings; set --betas.0 as a whole"),
+        ("none.0", "none is a list of 0; write --none [...]"),
+    ],
+)
+def test_other_entries_give_one_message(path: str, message: str) -> None:
+    raw = deepcopy(LISTED)
+    with pytest.raises(ConfigError, match=re.escape(f"--{path}: {message}")):
+        reader.set_values(raw, [(path, "1")])

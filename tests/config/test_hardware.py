@@ -8,8 +8,9 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import Section
-from parallel3d.config import hardware
+from parallel3d.config import RunConfig, hardware
 from parallel3d.config.hardware import Figure
+from tests.config.configs import raw
 
 pytestmark = pytest.mark.pure
 
@@ -107,3 +108,38 @@ def test_device_is_recognised_by_its_driver_name():
 def test_unknown_device_is_refused():
     with pytest.raises(ConfigError, match=r'"abacus": is not described; .*H100-SXM5-80GB'):
         hardware.load("abacus")
+
+
+PLAIN = {
+    "peak_flops": {"bf16": "1000T"},
+    "memory_bytes": "96GB",
+    "memory_bandwidth": 4e12,
+    "devices_per_node": 8,
+    "link": {"bandwidth": {"value": 450e9, "source": "its data sheet"}, "latency": 3e-6},
+}
+
+
+def test_plain_numbers_need_no_source(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINE", str(tmp_path))
+    (tmp_path / "mine.json").write_text(json.dumps(PLAIN))
+    mine = hardware.load("$MINE/mine.json")
+    assert (mine.name, mine.memory_bytes.value, mine.peak("bf16")) == ("mine", 96e9, 1e15)
+    assert mine.link and mine.link.bandwidth.source == "its data sheet"
+    assert mine.link.latency.value == 3e-6 and mine.link.latency.source == ""
+    config = raw(**{"parallel3d.run.hardware": str(tmp_path / "mine.json")})
+    assert RunConfig.from_dict(config).run.hardware.endswith("mine.json")
+
+
+@pytest.mark.parametrize("number", [True, [1], "much", 0, -1, "1.5"])
+def test_wrong_number_is_one_problem(tmp_path, number):
+    (tmp_path / "mine.json").write_text(json.dumps(PLAIN | {"devices_per_node": number}))
+    with pytest.raises(ConfigError, match=r"1 problem in .*\n  devices_per_node"):
+        hardware.load(str(tmp_path / "mine.json"))
+
+
+def test_one_function_resolves_each_name():
+    """The setting takes what the option takes: names, aliases, and paths."""
+    for name in ("A100-SXM4-80GB", "a100-80gb", "h100"):
+        assert RunConfig.from_dict(raw(**{"parallel3d.run.hardware": name})).run.hardware == name
+    with pytest.raises(ConfigError, match="is not a file"):
+        RunConfig.from_dict(raw(**{"parallel3d.run.hardware": "nowhere/h.json"}))

@@ -83,8 +83,15 @@ def test_class_named_by_the_config_has_these_tensors(name):
 
 
 def test_sizes():
-    sizes = {"5GB": 5 * 10**9, "500 MB": 5 * 10**8, "7": 7, "1kb": 1000}
+    sizes = {
+        "5GB": 5 * 10**9,
+        "500 MB": 5 * 10**8,
+        "7": 7,
+        "1kb": 1000,
+        "5GiB": 5 * 2**30,
+        "1e9": 10**9,
+    }
     assert {text: bytes_of(text) for text in sizes} == sizes
-    for text in ("", "0GB", "-1GB", "5GiB", "GB", "1e9"):
+    for text in ("", "0GB", "-1GB", "1.5", "GB", "1e30"):
         with pytest.raises(ConfigError, match="must be a size such as 5GB"):
             bytes_of(text)

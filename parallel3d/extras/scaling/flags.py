@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import math
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from parallel3d.base import reader
-from parallel3d.base.arguments import Parser, whole_number
+from parallel3d.base.arguments import Parser, amount, whole_number
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.step_lines import finite
@@ -32,17 +31,6 @@ LAWS_IN_WORDS = {
     data_constrained.NAME: "the worth of repeated tokens (arXiv:2305.16264)",
     frontier.BEST_VALUE: "the best learning rate or batch size as powers of N and D",
 }
-
-
-def above_0(text: str) -> float:
-    """Return the number above 0 in a text such as 1e24."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f" = {text}: must be a number above 0; write 1e24")
-    return value
 
 
 def add_fit(parser: Parser) -> None:
@@ -85,7 +73,7 @@ def add_fit(parser: Parser) -> None:
         default="huber",
         help="Huber loss of log(loss); its likelihood with a free scale; squares of the loss",
     )
-    add("--delta", type=above_0, default=1e-3, help="threshold of the Huber loss (default: 1e-3)")
+    add("--delta", type=amount, default=1e-3, help="threshold of the Huber loss (default: 1e-3)")
     add(
         "--weighted",
         action="store_true",
@@ -126,7 +114,7 @@ def add_predict(parser: Parser) -> None:
         ("--tokens", "training tokens of the run"),
         ("--unique-tokens", "unique training tokens of the run, for the data-constrained law"),
     ):
-        parser.add_argument(flag, type=above_0, metavar="X", help=words)
+        parser.add_argument(flag, type=amount, metavar="X", help=words)
     parser.add_argument(
         "--register",
         type=Path,
@@ -144,11 +132,11 @@ def add_plan(parser: Parser) -> None:
     add("--design", action="store_true", help="write a ladder file, by --base and the flags below")
     add("--base", metavar="FILE", help="config whose model's proportions and settings to keep")
     add("--out", type=Path, metavar="FILE", help="the new ladder file")
-    add("--hours", type=above_0, metavar="H", help="hours of all runs on this machine")
-    add("--flops", type=above_0, metavar="C", help="FLOPs of the forecast run, in place of --hours")
+    add("--hours", type=amount, metavar="H", help="hours of all runs on this machine")
+    add("--flops", type=amount, metavar="C", help="FLOPs of the forecast run, in place of --hours")
     add(
         "--factor",
-        type=above_0,
+        type=amount,
         default=10.0,
         metavar="X",
         help="FLOPs of the forecast run over the largest budget (default: 10)",
@@ -162,7 +150,7 @@ def add_plan(parser: Parser) -> None:
     )
     add(
         "--tokens-per-param",
-        type=above_0,
+        type=amount,
         default=20.0,
         metavar="R",
         help="tokens per parameter of the best size, as far as known (default: 20)",
@@ -207,7 +195,7 @@ def add_critical_batch(parser: Parser) -> None:
     )
     add(
         "--tokens",
-        type=whole_number(),
+        type=whole_number(most=10**18),
         metavar="N",
         help="tokens of each fork (default: a tenth of the run's, at least 8 steps "
         "of the largest batch)",
@@ -220,7 +208,7 @@ def add_critical_batch(parser: Parser) -> None:
     )
     add(
         "--tolerance",
-        type=above_0,
+        type=amount,
         default=0.01,
         metavar="NATS",
         help="loss above that of small batches that still counts as none (default: 0.01)",
