@@ -2,11 +2,13 @@
 
 import os
 import shutil
+import subprocess
 import time
 
 import pytest
 
-from tests.launch.launching import PYTHON, Place, free_port
+from tests.launch.launching import PYTHON, Place, environment, free_port
+from tests.launch.test_clusters import command_of
 
 pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
@@ -49,3 +51,26 @@ def test_rank_without_its_peers_ends_in_one_message(place, rank):
     assert code == 1 and output.count("have not met at 127.0.0.1") == 1, output
     assert "found LOCAL_RANK=0, MASTER_ADDR=127.0.0.1, RANK=" in output
     assert not os.path.exists(place.root / "runs" / "auto")
+
+
+def test_command_of_cluster_files_trains_on_one_machine(place):
+    settings = place.command([], steps=2)[3:]
+    variables = {
+        "NODES": "1",
+        "PER_NODE": "2",
+        "HEAD": "127.0.0.1",
+        "RUN": "cluster",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    command = command_of("slurm.sbatch").replace("29500", str(free_port()))
+    words = " ".join(f"'{word}'" for word in settings)
+    done = subprocess.run(
+        ["bash", "-c", f"{command} {words}"],
+        cwd=place.root,
+        env=environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(place.lines("cluster")) == 2
