@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from parallel3d.models.llama import blocks as llama
 from parallel3d.models.moe.spec import Config
-from parallel3d.tensor.collectives import copy_to_group, mean_over_group, reduce_from_group
+from parallel3d.tensor.collectives import copy_to_group, reduce_from_group
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_parameter
 from parallel3d.tensor.experts import Experts, PartialSwiGLU
 from parallel3d.tensor.pointwise import scale
 from parallel3d.tensor.product import linear
+from parallel3d.tensor.router_losses import RouterLosses, loads_of
 from parallel3d.tensor.side_loss import SideLoss
 
 _TINY = 1e-20  # DeepSeek-V3's, added to the sum of a token's weights
@@ -126,35 +127,17 @@ class MoE(nn.Module):
 
     def _side_losses(self, routing: Routing, batch: int) -> dict[str, SideLoss]:
         c = self.config
+        losses = RouterLosses(
+            c.side_losses,
+            c.router_aux_loss,
+            self.context.sample_group,
+            alike=self.context.group.size(),
+        )
+        side_losses = losses.of(routing.logits, routing.shares, routing.chosen, batch)
         counts = routing.counts
         rows = routing.chosen.numel()
-        values: dict[str, Tensor] = {}
-        if c.router_aux_loss_coef:
-            shares = routing.shares.mean(0)  # [experts]
-            loads = counts / rows
-            if c.router_aux_loss == "sequence":
-                shares = routing.shares.unflatten(0, (batch, -1)).mean(1)  # [batch, experts]
-                chosen = routing.chosen.view(batch, -1)  # [batch, seq * k]
-                loads = torch.zeros_like(shares).scatter_add_(
-                    1, chosen, torch.ones_like(chosen, dtype=shares.dtype)
-                )
-                loads = loads / chosen.shape[1]
-            # Other ranks may have the other tokens of these samples.
-            loads, shares = mean_over_group(torch.stack([loads, shares]), self.context.sample_group)
-            values["balance"] = c.num_experts * (loads * shares).sum(-1).mean()
-            if c.router_aux_loss == "pooled":
-                values["balance"] = torch.stack([loads * c.num_experts_per_tok, shares])
-        if c.router_z_loss_coef:
-            values["z"] = routing.logits.logsumexp(-1).square().mean()
-        # Every rank computes them alike, and the gradients of all are summed.
-        tp = self.context.group.size()
-        side_losses = {
-            name: SideLoss(v.detach() + (v - v.detach()) / tp, c.side_losses[name], v.dim() > 0)
-            for name, v in values.items()
-        }
         dropped = (counts - self.experts.limit(rows)).clamp(min=0).sum() / rows
-        loads = torch.cat([counts * (c.num_experts / rows), dropped.unsqueeze(0)])
-        return side_losses | {self.loads: SideLoss(loads, 0.0)}
+        return side_losses | {self.loads: loads_of(counts, rows, dropped)}
 
 
 class Block(llama.Block):

@@ -111,39 +111,53 @@ class Experts(CutModule):
             rows = grouped_linear(inner * weights, self.down, ends)
             meanwhile()
         else:
-            rows = self._sent_to_owners(rows, counts, self.owners, meanwhile) * weights
+            rows = sent_to_owners(rows, counts, self.owners, self._computed, meanwhile) * weights
         return combine(rows, order, place, k)  # [tokens, size]
 
-    @graph_break("exchanges whose sizes are known at run time")
-    def _sent_to_owners(
-        self, rows: Tensor, counts: Tensor, owners: dist.ProcessGroup, meanwhile: Callable[[], None]
-    ) -> Tensor:
-        """Return what the experts make of `rows` [rows, size], which are sorted by expert."""
-        counts = counts.long().view(owners.size(), -1)  # [owners, experts of each]
-        received = torch.empty_like(counts)  # the rows from each rank for each expert here
-        dist.all_to_all_single(received, counts, group=owners)
-        # On a device the host waits here: it must know how much comes.
-        sent_rows, received_rows = torch.stack([counts, received]).sum(-1).tolist()
-        rows, exchange = _start_exchange(rows, received_rows, sent_rows, owners)
-        meanwhile()
-        exchange.wait()
-        del exchange  # it keeps the rows
-        experts = torch.arange(counts.shape[1], device=rows.device).repeat(owners.size())
-        experts = experts.repeat_interleave(received.flatten(), output_size=len(rows))
-        order = experts.sort(stable=True).indices  # by expert, and each one's rows by their rank
-        place = inverse(order)
-        ends = received.sum(0).cumsum(0).to(torch.int32)
+    def _computed(self, rows: Tensor, ends: Tensor, _: Tensor) -> Tensor:
         # Not compiled: the number of rows changes.
-        inner = swiglu(grouped_linear(dispatch(rows, order, place, 1), self.gate_up, ends))
-        rows = combine(grouped_linear(inner, self.down, ends), order, place, 1)
-        rows, exchange = _start_exchange(rows, sent_rows, received_rows, owners)
-        exchange.wait()
-        return rows
+        return grouped_linear(swiglu(grouped_linear(rows, self.gate_up, ends)), self.down, ends)
 
     def limit(self, rows: int) -> int:
         """Return the most rows of an expert, of `rows` in all."""
         experts = cut_of(self.down).global_shape[0]
         return rows if self.capacity is None else ceil(self.capacity * rows / experts)
+
+
+@graph_break("exchanges whose sizes are known at run time")
+def sent_to_owners(
+    rows: Tensor,
+    counts: Tensor,
+    owners: dist.ProcessGroup,
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Return what the experts make of `rows` [rows, size], which are sorted by expert.
+
+    - `counts` [experts]: the rows here of each expert; `owners` have as many experts each.
+    - `compute`: called with rows for experts here, sorted by expert, with the row before which each
+      expert's rows end (int32), and with the number of each row's expert, from 0.
+    - `meanwhile`: called while rows are on their way to the owners.
+    """
+    counts = counts.long().view(owners.size(), -1)  # [owners, experts of each]
+    received = torch.empty_like(counts)  # the rows from each rank for each expert here
+    dist.all_to_all_single(received, counts, group=owners)
+    # On a device the host waits here: it must know how much comes.
+    sent_rows, received_rows = torch.stack([counts, received]).sum(-1).tolist()
+    rows, exchange = _start_exchange(rows, received_rows, sent_rows, owners)
+    meanwhile()
+    exchange.wait()
+    del exchange  # it keeps the rows
+    experts = torch.arange(counts.shape[1], device=rows.device).repeat(owners.size())
+    experts = experts.repeat_interleave(received.flatten(), output_size=len(rows))
+    order = experts.sort(stable=True).indices  # by expert, and each one's rows by their rank
+    place = inverse(order)
+    ends = received.sum(0).cumsum(0).to(torch.int32)
+    rows = compute(dispatch(rows, order, place, 1), ends, experts.index_select(0, order))
+    rows = combine(rows, order, place, 1)
+    rows, exchange = _start_exchange(rows, sent_rows, received_rows, owners)
+    exchange.wait()
+    return rows
 
 
 def _exchange(
