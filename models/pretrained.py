@@ -85,13 +85,15 @@ class Part:
     """A tensor of transformers that holds one of our parameters, or at `index` of its first dims.
 
     Viewed as `shape`, with its dims in `order`, it has our elements in our order; one of our dims
-    may be several of its dims.
+    may be several of its dims. With `blocks` it has as many blocks of rows in another order: block
+    `blocks[i]` of the tensor is our block i.
     """
 
     name: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
     index: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
 
 
 class Fields:

@@ -17,9 +17,10 @@ from transformers import CONFIG_MAPPING
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.model.spec import CutOver, Init, ParamSpec
-from parallel3d.models.transformers.facts import Facts, Sizes, Unsupported, answer
+from parallel3d.models.transformers.facts import Facts, Sizes, Sparse, Unsupported, answer
 from parallel3d.models.transformers.initial_values import recorded
 from parallel3d.models.transformers.regions import ROW, LayerPlan, Place
+from parallel3d.models.transformers.routed import routers_of
 from parallel3d.models.transformers.skeleton import Skeleton, named_biases
 from parallel3d.models.transformers.spec import Config
 
@@ -97,6 +98,7 @@ def find(config: str) -> Facts:
                 own = f"{child}.table.{name}"
             embedding.append(_spec(own, parameter, place, inits[f"{prefix}{child}.{name}"]))
     blocks = []
+    sparse = []
     first: dict[object, int] = {}
     kinds = []
     for number, layer in enumerate(skeleton.layers):
@@ -110,6 +112,7 @@ def find(config: str) -> Facts:
             own = f"layer.{name}"
             specs.append(ParamSpec(own, tuple(bias.shape), (), Init(), False, role="balance"))
         blocks.append(tuple(specs))
+        sparse.append(_experts_of(skeleton, plan))
         kinds.append(first.setdefault(_kind(plan, specs), number))
     head = []
     for child in skeleton.watched.after:
@@ -137,13 +140,23 @@ def find(config: str) -> Facts:
         kinds=tuple(kinds),
         isolates=skeleton.isolates,
         attention_dropout=max((call.dropout for call in calls), default=0.0),
+        sparse=tuple(sparse),
+        balance=skeleton.balance,
     )
 
 
+def _experts_of(skeleton: Skeleton, plan: LayerPlan) -> Sparse:
+    if plan.experts is None:
+        return Sparse()
+    experts = plan.layer.get_submodule(plan.experts)
+    scores = routers_of(plan.layer, skeleton)
+    return Sparse(int(experts.num_experts), int(experts.parallel3d_choices), len(scores) == 1)
+
+
 def _spec(name: str, like: nn.Parameter, place: Place, init: Init) -> ParamSpec:
-    cut: CutOver = ()
+    cut: CutOver = ("experts",) if place.experts else ()
     if place.dim is not None:
-        cut = (*[None] * place.dim, "tensor")
+        cut = (*cut, *[None] * (place.dim - len(cut)), "tensor")
     decays = like.dim() > 1  # matrices, and experts'
     return ParamSpec(
         name,

@@ -9,6 +9,7 @@ from parallel3d.models.transformers import attention
 from parallel3d.models.transformers.anatomy import skeleton_of
 from parallel3d.models.transformers.modules import Copied, LayerBuilder, copied
 from parallel3d.models.transformers.regions import LayerPlan
+from parallel3d.models.transformers.routed import Routed
 from parallel3d.models.transformers.skeleton import Skeleton
 from parallel3d.models.transformers.spec import Config
 from parallel3d.models.transformers.stand_ins import Port
@@ -17,6 +18,7 @@ from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_of, cut_parameter
 from parallel3d.tensor.loss import local_ids
 from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.side_loss import LayerOutput
 from parallel3d.tensor.vocab import VocabParallelOutput
 
 
@@ -116,12 +118,22 @@ class Block(_Around):
         skeleton = skeleton_of(config)
         super().__init__(skeleton, context)
         number = int(name.rpartition(".")[2])
-        self.layer = LayerBuilder(LayerPlan(skeleton, number), name, context).build()
+        plan = LayerPlan(skeleton, number)
+        self.layer = LayerBuilder(plan, name, context).build()
+        self.routed: Routed | None = None
+        if plan.experts is not None:
+            self.routed = Routed(self.layer, plan, skeleton, config, name, context)
         self.open(*skeleton.around(number, self.layer, {}))
 
-    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
-        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        return self.called(x, segments, x)[1]
+    def forward(self, x: Tensor, segments: Segments | None = None) -> LayerOutput:
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape.
+
+        With experts, side losses come beside it.
+        """
+        y = self.called(x, segments, x)[1]
+        if self.routed is None:
+            return y
+        return y, self.routed.side_losses(len(x), self.training)
 
 
 class _Caught(nn.Module):

@@ -16,13 +16,13 @@ from hashlib import blake2b
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.lock import Lock
 from parallel3d.model.spec import Init, ParamSpec
 
-FORM = 6
+FORM = 7
 """The number of this form of the facts; a file of another form is written anew."""
 ANY_VOCABULARY = 1000
 """Rows of the table with which the parts of a model are found: the true ones may not be known."""
@@ -58,6 +58,19 @@ class Sizes:
     initializer_range: float
 
 
+class Sparse(NamedTuple):
+    """The experts of a layer.
+
+    - `experts`: how many there are; 0 in a dense layer.
+    - `choices`: those that each token is sent to.
+    - `has_scores`: a router gives the scores of all experts to transformers' balance loss.
+    """
+
+    experts: int = 0
+    choices: int = 0
+    has_scores: bool = False
+
+
 @dataclass(frozen=True)
 class Facts:
     """The layers of a model and their parameters.
@@ -69,6 +82,9 @@ class Facts:
     - `kinds`: for each block the number of the first one that costs the same.
     - `isolates`: attention can stay within documents, and share a sample among ranks.
     - `attention_dropout`: the probability of dropout of scores.
+    - `sparse`: the experts of each layer.
+    - `balance`: the coefficient of the balance loss that the model adds to the loss; 0: it adds
+      none.
     """
 
     sizes: Sizes
@@ -80,6 +96,8 @@ class Facts:
     kinds: tuple[int, ...]
     isolates: bool
     attention_dropout: float
+    sparse: tuple[Sparse, ...]
+    balance: float
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> "Facts":
@@ -94,6 +112,8 @@ class Facts:
             kinds=tuple(found["kinds"]),
             isolates=found["isolates"],
             attention_dropout=found["attention_dropout"],
+            sparse=tuple(Sparse(*own) for own in found["sparse"]),
+            balance=found["balance"],
         )
 
 

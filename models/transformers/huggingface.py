@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from parallel3d.models.pretrained import Part
 from parallel3d.models.transformers.anatomy import settings_of, skeleton_of
+from parallel3d.models.transformers.regions import LayerPlan
 from parallel3d.models.transformers.skeleton import biases_of
 from parallel3d.models.transformers.spec import Config
 
@@ -74,8 +75,32 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
     found = {}
     for name, value in weights.items():
         own = name_of(config, name)
-        found[own] = value.view(shapes[own])
+        found[own] = _in_their_order(config, own, value).view(shapes[own])
     return found
+
+
+@lru_cache(maxsize=16)
+def _heads(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the heads' numbers in transformers' order, in ours, of each fused projection."""
+    skeleton = skeleton_of(config)
+    found = {}
+    for number, layer in enumerate(skeleton.layers):
+        plan = LayerPlan(skeleton, number)
+        for name, _ in layer.named_parameters():
+            heads = plan.place(name).heads
+            if heads is not None:
+                found[name_of(config, f"blocks.{number}.layer.{name}")] = heads.order
+    return found
+
+
+def _in_their_order(config: Config, name: str, value: Tensor) -> Tensor:
+    """Return a parameter with its rows in transformers' order, under whose name it is."""
+    order = _heads(config).get(name)
+    if order is None:
+        return value
+    places = torch.tensor(order, device=value.device).argsort()
+    blocks: Tensor = value.unflatten(0, (len(order), -1))
+    return blocks.index_select(0, places).flatten(0, 1)
 
 
 def to_files(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -84,14 +109,18 @@ def to_files(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
     found = {}
     for name, value in weights.items():
         for part in parts(config, name, tuple(value.shape)):
-            own = value[part.index] if part.index else value.view(shapes[name_of(config, name)])
+            own = value[part.index]
+            if not part.index:
+                whole = name_of(config, name)
+                own = _in_their_order(config, whole, value).view(shapes[whole])
             found[part.name] = own
     return found
 
 
 def packed(config: Config, name: str, shape: tuple[int, ...]) -> Part:
     """Return the tensor of the model itself that holds a parameter; files may have it, too."""
-    return Part(name_of(config, name), shape, tuple(range(len(shape))))
+    own = name_of(config, name)
+    return Part(own, shape, tuple(range(len(shape))), blocks=_heads(config).get(own, ()))
 
 
 @lru_cache(maxsize=2**16)
@@ -102,6 +131,8 @@ def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]
     is no slice of it, the file has the model's own tensor, which transformers loads as well.
     """
     whole = packed(config, name, shape)
+    if whole.blocks:
+        return (whole,)
     skeleton = skeleton_of(config)
     own = skeleton.shapes[whole.name]
     try:

@@ -4,6 +4,7 @@ Each module is made anew, because ZeRO-3 shards parameters as modules are made: 
 this rank's part, all else as it was, and the class of the original.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,9 +19,11 @@ from parallel3d.models.transformers.regions import (
     COLUMN,
     EXPERTS,
     GATHERED,
+    HEADS,
     PACKED,
     ROW,
     SPLIT,
+    Heads,
     LayerPlan,
     Place,
 )
@@ -115,6 +118,60 @@ class Linear(CutModule):
         return all_features(y, self.context.group) if self.style == GATHERED else y
 
 
+class HeadsLinear(CutModule):
+    """The fused projections to queries, keys and values, with rows held by key/value head.
+
+    Where there are fewer key/value heads than ranks, a rank computes one head's rows, and keeps the
+    queries that are its own.
+    """
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], heads: Heads, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__()
+        self.weight = parameters["weight"]
+        self.bias = parameters.get("bias")
+        self.heads = heads
+        ranks = group.size()
+        self.rows: slice | None = None
+        self.own = slice(0, heads.queries)
+        if heads.groups < ranks:
+            size = (heads.queries + 2) * heads.size
+            first = group.rank() * heads.groups // ranks * size
+            self.rows = slice(first, first + size)
+            own = heads.queries * heads.groups // ranks
+            start = group.rank() * own % heads.queries
+            self.own = slice(start, start + own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> this rank's queries, keys and values side by side [..., out]."""
+        bias: Tensor | None = self.bias
+        if self.rows is None:
+            y = linear(x, self.weight)
+        else:
+            y = linear_of_rows(x, self.weight, self.rows)
+            bias = None if bias is None else bias[self.rows]
+        if bias is not None:
+            y = y.add_(bias)
+        y = y.unflatten(-1, (-1, self.heads.queries + 2, self.heads.size))
+        parts = (y[..., self.own, :], y[..., -2, :], y[..., -1, :])
+        return torch.cat([part.flatten(x.dim() - 1) for part in parts], -1)
+
+
+def _let_own_heads(module: Any, call: attention.Call, ranks: int) -> None:
+    """Let a module split what `HeadsLinear` gives: by the numbers of heads of this rank."""
+    module.config = copy.copy(module.config)
+    own = {
+        "num_attention_heads": call.heads // ranks,
+        "num_heads": call.heads // ranks,
+        "num_key_value_heads": max(1, call.kv_heads // ranks),
+    }
+    for name, count in own.items():
+        for owner in (module, module.config):
+            if hasattr(owner, name):
+                setattr(owner, name, count)
+
+
 def copied(
     like: Any, context: LayerContext, place: str, rms_norms: Mapping[nn.Module, float]
 ) -> nn.Module:
@@ -164,8 +221,12 @@ class LayerBuilder:
         own.__class__ = type(like)
         for child, _ in like.named_children():
             own.add_module(child, self.build(f"{name}.{child}" if name else child))
+        if any(plan.style(f"{name}.{child}") == HEADS for child, _ in like.named_children()):
+            _let_own_heads(own, plan.calls[name], context.group.size())
         if name in plan.calls:
             setattr(own, attention.CORE, self._core(name, context))
+        if name == plan.experts:
+            experts.divide(own, context)
         if style == EXPERTS:
             experts.cut(own, context)
         elif name in plan.regions and name:
@@ -179,7 +240,12 @@ class LayerBuilder:
         made = {}
         for leaf, _ in _own_parameters(like):
             place = self._plan.place(f"{name}.{leaf}" if name else leaf)
-            made[leaf] = cut_parameter(place.shape, tensor=self._cut(place))
+            owners = self._context.expert_group
+            made[leaf] = cut_parameter(
+                place.shape,
+                tensor=self._cut(place),
+                experts=(0, owners) if place.experts and owners is not None else None,
+            )
         return made
 
     def _cut(self, place: Place) -> tuple[int, dist.ProcessGroup] | None:
@@ -197,6 +263,8 @@ class LayerBuilder:
     ) -> nn.Module:
         style = self._plan.style(name)
         place = self._plan.place(f"{name}.weight")
+        if place.heads is not None:
+            return HeadsLinear(parameters, place.heads, context.group)
         rows = None
         group = context.group
         if place.units is not None and place.units < group.size():

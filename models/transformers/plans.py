@@ -7,8 +7,9 @@ _HEADS = {
     "layers.*.self_attn.k_proj": "colwise",
     "layers.*.self_attn.v_proj": "colwise",
 }
-# By model_type. These modules view their projections as [..., -1, head_size], so that a part of the
-# heads passes through them.
+# By model_type. Phi-3's projections are fused: transformers gathers what they give, because its cut
+# mixes gates with ups, and queries with keys. The other modules view their projections as
+# [..., -1, head_size], so that a part of the heads passes through them.
 _OURS = {
     "biogpt": _HEADS
     | {
@@ -29,6 +30,12 @@ _OURS = {
         "layers.*.feed_forward.w1": "colwise",
         "layers.*.feed_forward.w3": "colwise",
         "layers.*.feed_forward.w2": "rowwise",
+    },
+    "phi3": {
+        "layers.*.self_attn.qkv_proj": "packed_heads",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.down_proj": "rowwise",
     },
 }
 

@@ -5,8 +5,9 @@ hold the same input at its entry (under sequence parallelism they gather it) and
 parts at its exit. What is not cut inside has a part of its gradient on each rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import nn
 
@@ -19,8 +20,34 @@ GATHERED = "colwise_gather_output"
 SPLIT = "rowwise_split_input"
 EXPERTS = "moe_tp_experts"
 PACKED = "packed_colwise"
+HEADS = "packed_heads"
+"""Rows of all queries, then those of all keys, then those of all values."""
+_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+_PACKED = (*_WEIGHTS, *(f"{name}_bias" for name in _WEIGHTS))
 # Inside a region these are not cut, so their gradients are parts.
 _UNCUT = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate", "")
+
+
+class Heads(NamedTuple):
+    """Rows of queries, keys and values that are held by key/value head: its queries, key, value.
+
+    - `groups`: key/value heads. `queries`: of each. `size`: features of a head.
+    """
+
+    groups: int
+    queries: int
+    size: int
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The numbers of the heads in transformers' order, in ours."""
+        keys = self.groups * self.queries
+        values = keys + self.groups
+        found: list[int] = []
+        for group in range(self.groups):
+            first = group * self.queries
+            found += [*range(first, first + self.queries), keys + group, values + group]
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -32,6 +59,8 @@ class Place:
     - `units`: its indivisible parts (key/value heads).
     - `partial`: each rank has a part of its gradient.
     - `whole`: each rank computes with all tokens, also under sequence parallelism.
+    - `experts`: dim 0 has the experts, which ranks may divide.
+    - `heads`: dim 0 has rows in another order than transformers'; None: it has not.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +68,8 @@ class Place:
     units: int | None = None
     partial: bool = False
     whole: bool = False
+    experts: bool = False
+    heads: Heads | None = None
 
 
 class LayerPlan:
@@ -90,8 +121,25 @@ class LayerPlan:
                 found.add(name)
         return frozenset(found)
 
+    @cached_property
+    def experts(self) -> str | None:
+        """The name of the module of the layer's experts, if it has transformers' packed form.
+
+        None if there is none, or more than one.
+        """
+        found = []
+        for name, module in self.layer.named_modules():
+            if hasattr(module, "is_concatenated") and hasattr(module, "parallel3d_choices"):
+                found.append(name)
+        return found[0] if len(found) == 1 else None
+
     def place(self, name: str) -> Place:
         """Return how the parameter of this name in the layer is held."""
+        owner, _, leaf = name.rpartition(".")
+        is_of_experts = owner == self.experts and leaf in _PACKED
+        return replace(self._place(name), experts=is_of_experts)
+
+    def _place(self, name: str) -> Place:
         owner, _, leaf = name.rpartition(".")
         parameter = self.layer.get_parameter(name)
         shape = tuple(parameter.shape)
@@ -101,6 +149,9 @@ class LayerPlan:
             return self._place_in_experts(name, shape, whole)
         if style == PACKED:
             return Place((2, shape[0] // 2, *shape[1:]), 1, whole=whole)
+        if style == HEADS:
+            heads = self.heads_of(owner.rpartition(".")[0])
+            return Place(shape, 0, heads.groups, whole=whole, heads=heads)
         if style == COLUMN or self.style(name) == COLUMN:
             return Place(shape, 0, self._units(owner, shape[0]), whole=whole)
         if style == GATHERED:
@@ -111,6 +162,13 @@ class LayerPlan:
             raise Unsupported(f"is cut in the style {style!r} ({name}), which is not known")
         return Place(shape, partial=self._region_of(owner) is not None, whole=whole)
 
+    def heads_of(self, name: str) -> Heads:
+        """Return the heads of an attention module whose projections are fused."""
+        call = self.calls[name]
+        if call.key_size != call.value_size:
+            raise Unsupported(f"has fused heads of different sizes ({name})")
+        return Heads(call.kv_heads, call.heads // call.kv_heads, call.key_size)
+
     def _region_of(self, name: str) -> str | None:
         for region in self.regions:
             if region and (name == region or name.startswith(f"{region}.")):
@@ -119,15 +177,19 @@ class LayerPlan:
 
     def _place_in_experts(self, name: str, shape: tuple[int, ...], whole: bool) -> Place:
         experts = self.layer.get_submodule(name.rpartition(".")[0])
-        if getattr(experts, "is_transposed", False) or not hasattr(experts, "is_concatenated"):
+        if not hasattr(experts, "is_concatenated"):
             raise Unsupported(f"has experts of another form than transformers' packed one ({name})")
         style = self.style(name)
+        is_transposed = experts.is_transposed and len(shape) == 3
+        out = 2 if is_transposed else 1
         if style == PACKED and experts.is_concatenated:
-            return Place((shape[0], 2, shape[1] // 2, *shape[2:]), 2, whole=whole)
+            return Place(
+                (*shape[:out], 2, shape[out] // 2, *shape[out + 1 :]), out + 1, whole=whole
+            )
         if style in (PACKED, COLUMN):
-            return Place(shape, 1, whole=whole)
+            return Place(shape, out, whole=whole)
         if style == ROW:
-            return Place(shape, 2, whole=whole)
+            return Place(shape, 1 if is_transposed else 2, whole=whole)
         return Place(shape, partial=True, whole=whole)
 
     def _units(self, owner: str, rows: int) -> int | None:

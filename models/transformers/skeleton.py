@@ -117,6 +117,8 @@ class Skeleton:
     """
 
     def __init__(self, settings: Any) -> None:
+        adds_balance = getattr(settings, "output_router_logits", False)
+        settings.output_router_logits = False  # no stage has the scores of all layers
         self.model = _built(settings)
         self.settings: Any = self.model.config
         base = self.model.get_decoder()
@@ -140,6 +142,7 @@ class Skeleton:
         self.width = 1
         self.width = self._find_width()
         self.logits = self._find_logits()
+        self.balance = experts.balance_of(self.model) if adds_balance else 0.0
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

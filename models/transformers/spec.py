@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from itertools import chain
+from math import gcd
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, model_validator
@@ -25,6 +26,7 @@ from parallel3d.models.transformers.facts import (
     ANY_VOCABULARY,
     Facts,
     Sizes,
+    Sparse,
     Unsupported,
     asked,
     facts_of,
@@ -54,6 +56,17 @@ class Config(ImportedSection):
     vocab_size: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Rows of the embedding; "auto" takes the tokenizer's. If it is missing, that of `config`
     counts."""
+
+    router_aux_loss: Literal["microbatch", "sequence", "pooled"] = "pooled"
+    """The tokens over which the balance loss compares loads, where `config` has
+    output_router_logits. "pooled": those of a microbatch in all layers together, as in
+    transformers; it needs a pipeline of one stage. The others: layer by layer, as in family
+    "moe"."""
+    router_z_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the mean square of the scores' logsumexp (arXiv:2202.08906), summed over layers."""
+    score_bias_rate: float = Field(default=0.0, ge=0)
+    """The step of the biases of experts' scores towards equal loads (arXiv:2408.15664); 0 keeps
+    them as they are, as transformers does."""
 
     @model_validator(mode="before")
     @classmethod
@@ -150,12 +163,34 @@ class Config(ImportedSection):
         params = chain.from_iterable(self.facts.blocks)
         return any(param.role == "balance" for param in params)
 
+    @property
+    def num_experts(self) -> int:
+        """Experts of each sparse layer; 0 if no layer has any that ranks can divide."""
+        return gcd(*(own.experts for own in self.facts.sparse))
+
+    @property
+    def router_aux_loss_coef(self) -> float:
+        """Weight of the balance loss; 0: the model adds none."""
+        return self.facts.balance
+
+    @property
+    def side_losses(self) -> dict[str, float]:
+        """The coefficients of the side losses of a sparse layer, by name."""
+        return {"balance": self.router_aux_loss_coef, "z": self.router_z_loss_coef}
+
     def _problems(self) -> Iterator[Problem]:
         try:
-            _ = self.facts
+            facts = self.facts
         except Unsupported as error:
             value = json.loads(self.config).get(error.field, ABSENT)
             yield Problem(f"config.{error.field}", value, str(error), error.remedy)
+            return
+        if self.router_z_loss_coef and not any(own.has_scores for own in facts.sparse):
+            rule = "needs the scores of a router, and transformers records none of this model"
+            yield Problem("router_z_loss_coef", self.router_z_loss_coef, rule, "use 0")
+        if self.score_bias_rate and not (self.score_bias and self.num_experts):
+            rule = "moves biases of experts' scores, and the model has none"
+            yield Problem("score_bias_rate", self.score_bias_rate, rule, "use 0")
 
 
 @dataclass(frozen=True)
@@ -215,7 +250,7 @@ def layers(config: Config) -> list[LayerSpec]:
     vocab = vocab_size(config)
     embedding = [_with_rows(p, vocab, p.name.endswith(".table.weight")) for p in facts.embedding]
     output = [_with_rows(p, vocab, p.name.startswith("output.")) for p in facts.head]
-    known = {"family", "config", "vocab_size"}
+    known = {"family", "config", "vocab_size"}  # costs depend on no other setting
     model = json.dumps(config.model_dump(mode="json", include=known), sort_keys=True)
 
     hidden = config.hidden_size
@@ -223,7 +258,8 @@ def layers(config: Config) -> list[LayerSpec]:
     blocks = []
     for number, params in enumerate(facts.blocks):
         cost = MeasuredLayer(model, f"blocks.{facts.kinds[number]}")
-        blocks.append(LayerSpec(f"blocks.{number}", params, cost, f"{build}Block", config))
+        block = LayerSpec(f"blocks.{number}", params, cost, f"{build}Block", config)
+        blocks.append(_with_experts(block, facts.sparse[number]))
     first = EmbeddingCost(hidden)
     last = HeadCost(hidden, vocab, RMS_NORM)
     return [
@@ -233,7 +269,26 @@ def layers(config: Config) -> list[LayerSpec]:
     ]
 
 
+def _with_experts(block: LayerSpec, own: Sparse) -> LayerSpec:
+    """Return a layer with what it says about its experts, if it has any."""
+    if not own.experts:
+        return block
+    names = [param.name for param in block.params if "experts" in param.cut_over]
+    losses = block.config.side_losses if own.has_scores else {}  # type: ignore[attr-defined]
+    return replace(
+        block,
+        active=tuple((name, own.choices / own.experts) for name in names),
+        side_losses=tuple(name for name, coefficient in losses.items() if coefficient),
+        num_experts=own.experts,
+        shares_samples=True,
+    )
+
+
 def small(config: Config, tp: Sequence[int], sizes: Mapping[str, object]) -> dict[str, object]:
     """Return the config of a small model of the same architecture."""
     shrunk = import_module("parallel3d.models.transformers.small").shrunk
-    return {"config": shrunk(json.loads(config.config), sizes)}
+    fields = shrunk(json.loads(config.config), sizes)
+    if "output_router_logits" in fields:
+        fields["output_router_logits"] = False
+    # The reference is a model of transformers, which neither moves biases nor has a z-loss.
+    return {"config": fields, "router_z_loss_coef": 0.0, "score_bias_rate": 0.0}

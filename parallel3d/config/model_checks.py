@@ -57,7 +57,8 @@ def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator
     """Check that a model's activations can leave the device, or be computed again."""
     again = pipeline.activation_checkpointing
     moves = pipeline.offload_activations
-    if moves != "none" and hasattr(model, "num_experts"):
+    has_experts = bool(getattr(model, "num_experts", False))
+    if moves != "none" and has_experts:
         yield Problem(
             "parallel3d.pipeline.offload_activations",
             moves,

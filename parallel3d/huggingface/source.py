@@ -309,7 +309,8 @@ class PublishedWeights:
             row = tuple(i - first for i, first in zip(part.index, box.offsets, strict=False))
             if all(0 <= i < size for i, size in zip(row, box.shape, strict=False)):
                 inner = Box(box.offsets[depth:], box.shape[depth:])
-                self._read(part, shape[depth:], inner, out[row])
+                for stored, target in _blocks_of(part, shape[depth:], inner, out[row]):
+                    self._read(part, shape[depth:], stored, target)
 
     def read_whole(self, name: str) -> Tensor:
         """Return a full parameter in fp32 on the host."""
@@ -411,6 +412,25 @@ class PublishedWeights:
                 f"{self.folder}: {name} has the type {stored.type}; supported types are "
                 f"{', '.join(DTYPES)}; use a model that is not quantised"
             )
+
+
+def _blocks_of(
+    part: Part, shape: Sequence[int], box: Box, out: Tensor
+) -> Iterator[tuple[Box, Tensor]]:
+    """Yield the boxes of a part's tensor that have our rows, and where in `out` they go."""
+    if not part.blocks:
+        yield box, out
+        return
+    rows = shape[0] // len(part.blocks)
+    first = box.offsets[0]
+    end = first + box.shape[0]
+    while first < end:
+        block, inside = divmod(first, rows)
+        count = min(rows - inside, end - first)
+        offsets = (part.blocks[block] * rows + inside, *box.offsets[1:])
+        target = out.narrow(0, first - box.offsets[0], count)
+        yield Box(offsets, (count, *box.shape[1:])), target
+        first += count
 
 
 def _grouped(sizes: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, ...]]:

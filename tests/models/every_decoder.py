@@ -7,6 +7,7 @@
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 from unittest.mock import patch
@@ -43,9 +44,16 @@ def case_of(kind: str, std: float, mesh: tuple[int, int, int]) -> Case:
 
 
 def train_cheaply(rank: int, jobs: Iterable[tuple[RunConfig, Reference]]) -> list[Differences]:
-    """Train one after another; blocks are placed as if all cost the same, without measuring."""
-    with patch.object(MeasuredLayer, "__call__", lambda *_: LayerCost(10**9)):
+    """Train one after another; blocks are placed as if all cost the same."""
+    with without_measuring():
         return train_each(rank, jobs)
+
+
+@contextmanager
+def without_measuring() -> Iterator[None]:
+    """All blocks cost the same."""
+    with patch.object(MeasuredLayer, "__call__", lambda *_: LayerCost(10**9)):
+        yield
 
 
 def errors_on_ranks(cases: Sequence[Case]) -> list[ReferenceErrors]:

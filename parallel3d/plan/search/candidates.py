@@ -71,7 +71,7 @@ def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
 def _divisions(request: Request, mesh: MeshSizes) -> list[int]:
     """Return the numbers of ranks that may divide the experts, from 1."""
     config = request.config
-    experts = getattr(request.config.model, "num_experts", 1)
+    experts = getattr(request.config.model, "num_experts", 0) or 1
     if config.train.noise_scale_every:
         experts = 1
     return [ep for ep in divisors_of(gcd(experts, mesh.dp)) if _is_open(request, ep=ep)]
