@@ -26,6 +26,9 @@ any value on the command line by its path: `--parallel3d.mesh.tp 2`, or `--mesh.
 number, from 0: `--data.mixture.1.text_field body`. Unknown keys, wrong types and settings that
 contradict each other are errors, and all are reported at once.
 
+Paths are relative to the working directory. `~` and environment variables in them are replaced; an
+unset variable is an error. A dry run says which files, folders and tokenizers are missing here.
+
 Counts of steps, samples, tokens and bytes are read as people write them, here and in the flags of
 all commands: `1e9`, `"1_000_000"`, `"1.5B"`, `"64Ki"` (K, M, B or G, T and P are powers of 1000;
 Ki, Mi, ... of 1024), sizes also as `"5GB"`, tokens also as `"10B tokens"`.

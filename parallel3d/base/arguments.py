@@ -57,7 +57,12 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse as argparse does, with DeepSpeed's own names of `--config`."""
-        words = [*(sys.argv[1:] if args is None else args)]
+        words = []
+        for word in sys.argv[1:] if args is None else args:
+            name, equals, value = word.partition("=")
+            # argparse takes an unknown option with a space for the value of the option before it.
+            is_taken = word.startswith("--") and equals and " " in value and value[:2] != "--"
+            words += [name, value] if is_taken else [word]
         if "--config" in self._option_string_actions:
             words = _with_config(words)
         return super().parse_known_args(words, namespace)

@@ -19,7 +19,7 @@ _PATTERNS = {
     for unit, words in (("", ""), ("bytes", "(?: ?b(?:ytes?)?)?"), ("tokens", "(?: ?tokens?)?"))
 }
 _POWERS = {"k": 1, "m": 2, "g": 3, "b": 3, "t": 4, "p": 5}
-_LONGEST = 60  # characters; longer texts are not numbers of anything
+_LONGEST = 4000  # characters: Python converts no longer ones
 
 
 def read_number(text: str, unit: Unit = "") -> Fraction:

@@ -35,3 +35,11 @@ def why_unreachable() -> str:
     thread.start()
     thread.join(SECONDS)
     return answer[0]
+
+
+def is_path(name: str) -> bool:
+    """Return True if a name can only be a path on this machine, not a model or data set of the hub.
+
+    Names of the hub are NAME or OWNER/NAME.
+    """
+    return os.path.lexists(name) or name.startswith((".", "~", "/")) or name.count("/") > 1

@@ -172,8 +172,11 @@ def _path_text(text: str) -> str:
 def expand_path(text: str) -> str:
     """Return a path with the user's folder in place of ~, and environment variables replaced.
 
-    Raises ValueError for a user or a variable that is not known.
+    A path that exists as it is written is returned as it is. Relative paths are relative to the
+    working directory. Raises ValueError for a user or a variable that is not known.
     """
+    if os.path.lexists(text):
+        return text
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise ValueError("names the folder of a user who is not known; write the whole path")

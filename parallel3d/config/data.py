@@ -28,7 +28,7 @@ Source = Literal[
 ]
 # A single path may be written without a list.
 Paths = Annotated[
-    tuple[str, ...],
+    tuple[PathText, ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     Strict(False),
 ]
@@ -102,7 +102,7 @@ class SourceConfig(Section):
     text_field: str = Field(default="text", min_length=1)
     """For "jsonl", "parquet" and "hub": the field or column with a document's text. "meta.text"
     selects the field text inside meta."""
-    name: str = ""
+    name: PathText = ""
     """For source "hub": a data set's name on the Hugging Face hub, or a local folder of one."""
     subset: str | None = None
     """Configuration of the data set `name`; null if it has only one."""
@@ -180,7 +180,7 @@ class DataConfig(SourceConfig):
     mixture: Items[PartConfig] = ()
     """For source "mixture": [{"source": ..., "paths": ..., "weight": 0.7}, ...]. Each part takes
     the keys of its source, and a weight."""
-    tokenizer: str = Field(default="train", min_length=1)
+    tokenizer: PathText = Field(default="train", min_length=1)
     """"train" trains a byte-level BPE on the corpus; "none" is for corpora of token ids only, with
     vocab_size and end_of_text_id; anything else is a folder or hub name for AutoTokenizer."""
     vocab_size: Count = Field(default=4096, ge=257)

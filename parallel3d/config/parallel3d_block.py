@@ -28,6 +28,7 @@ from parallel3d.base.section import (
     Section,
     Share,
     Tokens,
+    expand_path,
 )
 from parallel3d.config import hardware
 from parallel3d.config.data import DataConfig
@@ -338,8 +339,10 @@ def _resume_point(value: object) -> object:
         return int(value)
     is_step = type(value) is int and value >= 0
     is_name = isinstance(value, str) and value.strip() and not value.isdecimal()
-    if is_step or is_name:
+    if is_step:
         return value
+    if is_name:
+        return expand_path(str(value))
     raise ValueError(
         'must be "auto", "none", a step, or the path of a checkpoint; write one of these'
     )

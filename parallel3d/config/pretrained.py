@@ -17,7 +17,7 @@ from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.hub_access import why_unreachable
 from parallel3d.base.reader import JsonObject
-from parallel3d.base.section import Problem, Problems
+from parallel3d.base.section import Problem, Problems, expand_path
 from parallel3d.models import pretrained
 
 KEY = "from_pretrained"
@@ -207,7 +207,11 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 def _locate(name: str) -> tuple[Path, JsonObject]:
     """Return the folder of a local path or of a model on the hub, and the record for the config."""
-    path = Path(os.path.expanduser(name))
+    try:
+        path = Path(expand_path(name))
+    except ValueError as error:
+        rule, _, remedy = str(error).partition("; ")
+        raise Problems([Problem(PATH, name, rule, remedy)]) from None
     if os.path.isdir(path):  # False, without an error, for names that no file system allows
         folder = path.resolve()
         return folder, {"folder": str(folder), "weights": digest_of(folder)}

@@ -33,7 +33,7 @@ def cache_root(cache: str) -> Path:
     """Return the cache's directory; "auto" is parallel3d under $XDG_CACHE_HOME or ~/.cache."""
     if cache == "auto":
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "parallel3d"
-    return Path(cache).expanduser().absolute()
+    return Path(cache).absolute()
 
 
 @contextmanager

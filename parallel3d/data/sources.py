@@ -106,19 +106,18 @@ def matching_files(paths: Iterable[str], suffix: str = "txt") -> list[str]:
     matched: set[str] = set()
     for pattern in paths:
         place = f"data.paths: {pattern!r}"
-        expanded = os.path.expandvars(os.path.expanduser(pattern))
         # An existing path is taken literally: file names may contain brackets, as globs do.
-        if os.path.isdir(expanded):
+        if os.path.isdir(pattern):
             example = os.path.join(pattern, "**", f"*.{suffix}")
             raise DataError(f"{place} is a directory; use a glob such as {example}")
-        if os.path.exists(expanded) and not os.path.isfile(expanded):
+        if os.path.exists(pattern) and not os.path.isfile(pattern):
             raise DataError(
                 f"{place} is not a regular file (files are read several times); copy the contents"
                 " to one"
             )
-        matches = [expanded]
-        if not os.path.lexists(expanded):
-            matches = list(_expand(expanded))
+        matches = [pattern]
+        if not os.path.lexists(pattern):
+            matches = list(_expand(pattern))
         # What matches and does not exist is a dangling link.
         files = {match for match in matches if os.path.isfile(match) or not os.path.exists(match)}
         if not files:
@@ -223,7 +222,7 @@ def has_split(name: str, subset: str | None, split: str) -> bool:
 
     If the hub cannot be reached, print a warning on standard error and return False.
     """
-    if (Path(name).expanduser() / SAVED[0]).is_file():
+    if (Path(name) / SAVED[0]).is_file():
         return False  # it is one table
     try:
         _load(name, subset, split, f"data.name = {name!r}")
@@ -252,7 +251,7 @@ def _load(
 ) -> "Dataset":
     import datasets
 
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if not folder.is_dir() and (name.startswith((".", "~", "/")) or name.count("/") > 1):
         raise DataError(
             f"{place} is not a folder; use the path of a folder, or a name such as owner/dataset"

@@ -483,7 +483,7 @@ def _meta(manifest: Path) -> dict[str, Any]:
 
 def _folder(section: SourceConfig) -> Path:
     """Return the folder of a stream's manifest."""
-    return Path(section.manifest).expanduser().absolute()
+    return Path(section.manifest).absolute()
 
 
 def _tokenizer(manifest: Path) -> "PreTrainedTokenizerBase":

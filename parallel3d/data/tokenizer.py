@@ -90,7 +90,7 @@ def check_name(name: str) -> None:
     Rejects files, missing directories, and hub names that are not cached while the hub is
     unreachable, which AutoTokenizer would try for a minute.
     """
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.is_dir():
         return
     if path.is_file():
@@ -119,7 +119,7 @@ def tokenizer_directory(name: str) -> Iterator[Path | None]:
 
     It is None for "train" and "none". Raises DataError as `check_name` and `load_tokenizer` do.
     """
-    path = Path(name).expanduser()
+    path = Path(name)
     if name in ("train", "none"):
         yield None
     elif path.is_dir():

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from parallel3d.base.hub_access import is_path
 from parallel3d.base.section import Problem
 from parallel3d.config import RunConfig
 
@@ -66,20 +67,24 @@ def _with_known_tokenizer(config: RunConfig) -> RunConfig:
 
 def _file_of(tokenizer: str) -> Path | None:
     """Return the tokenizer.json of a folder or, if it is cached, of the hub; None without one."""
-    folder = Path(tokenizer).expanduser()
+    folder = Path(tokenizer)
     for path in (folder / "tokenizer.json", folder):
         if path.name == "tokenizer.json" and path.is_file():
             return path
-    if folder.is_absolute() or tokenizer.count("/") > 1:
+    if is_path(tokenizer):
         return None
     from huggingface_hub import try_to_load_from_cache  # a tenth of a second
+    from huggingface_hub.errors import HFValidationError
 
-    cached = try_to_load_from_cache(tokenizer, "tokenizer.json")
+    try:
+        cached = try_to_load_from_cache(tokenizer, "tokenizer.json")
+    except HFValidationError:  # no name that the hub has
+        return None
     return Path(cached) if isinstance(cached, str) else None
 
 
 def _count(file: Path) -> int | None:
-    """Return the number of tokens of a tokenizer.json; None if it is not one."""
+    """Return the highest id of a tokenizer.json plus one, as a run does; None if it is not one."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"]
@@ -88,7 +93,7 @@ def _count(file: Path) -> int | None:
         return None
     # Unigram models list their tokens, others map them to their ids.
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return len(added.union(ids))
+    return max(added.union(ids), default=-1) + 1 or None
 
 
 def _published(tokenizer: str, family: str) -> tuple[int | None, str]:

@@ -19,6 +19,7 @@ from parallel3d.plan.report.plan_rows import checkpoint_bytes, choose, choose_ga
 from parallel3d.plan.search.plans import Plan, choices_json, request_of
 from parallel3d.plan.setting import Setting, leaves_weights_open
 from parallel3d.plan.vocabulary import with_vocabulary
+from parallel3d.train.inputs import missing_inputs
 from parallel3d.train.known_hardware import described_hardware, machine_of
 
 
@@ -51,6 +52,8 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
         out = terminal.console(as_json)
         for note in config.notes:
             terminal.say(out, note, "  ")
+        for reason in missing_inputs(config):
+            terminal.say(out, f"a run on this machine would stop: {reason}", "  ")
         report = _show(config, plan, setting, out)
         if as_json:
             print(json.dumps(report))

@@ -30,6 +30,13 @@ BAD = [
 ]
 
 
+def test_settings_with_spaces_are_no_values_of_other_flags() -> None:
+    made = Parser(prog="thing.py")
+    made.add_argument("--dry-run", nargs="?", const=0, type=whole_number())
+    args, rest = made.parse_known_args(["--dry-run", "--data.paths=a b/*.txt", "--x=y"])
+    assert (args.dry_run, rest) == (0, ["--data.paths", "a b/*.txt", "--x=y"])
+
+
 @pytest.mark.parametrize(("words", "message"), BAD)
 def test_wrong_arguments_give_one_line(parser: Parser, capsys, words, message) -> None:
     with pytest.raises(SystemExit) as end:

@@ -157,6 +157,11 @@ def test_run_name_may_have_letters_of_any_script(name):
 PATHS = [
     "parallel3d.run.directory",
     "parallel3d.data.cache",
+    "parallel3d.data.paths",
+    "parallel3d.data.tokenizer",
+    "parallel3d.data.name",
+    "parallel3d.data.validation.mine.paths",
+    "parallel3d.checkpoint.resume",
     "parallel3d.checkpoint.in_memory_folder",
     "zero_optimization.offload_optimizer.nvme_path",
     "tensorboard.output_path",
@@ -174,17 +179,21 @@ def test_paths_have_the_users_folder_and_environment_variables(monkeypatch, path
     section, _, name = path.rpartition(".")
     block = {"device": "nvme", "pin_memory": True} if "offload" in path else {}
     block |= {"enabled": False} if section == "tensorboard" else {}
+    if section.startswith("parallel3d.data"):
+        block |= {"name": {"source": "hub"}, "paths": {"source": "text"}}.get(name, {})
     changes = {section: block | {name: text}}
+    if "validation" in section:
+        changes = {"parallel3d.data": {"validation": {"mine": changes[section]}}}
     if "offload" in path:
         changes = {"zero_optimization.stage": 3} | changes
     config = RunConfig.from_dict(raw(**merged(changes)))
     read = config.to_dict()
     for key in path.split("."):
         read = read[key]
-    assert read == expected.format(home="/home/me")
+    assert read in (expected.format(home="/home/me"), [expected.format(home="/home/me")])
     monkeypatch.delenv("SCRATCH")
     if "SCRATCH" in text:
-        with pytest.raises(ConfigError, match=f"{name} = .*variable SCRATCH, which is not set"):
+        with pytest.raises(ConfigError, match=f"{name}.* = .*variable SCRATCH, which is not set"):
             RunConfig.from_dict(raw(**merged(changes)))
 
 

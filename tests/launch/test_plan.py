@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 
 from launch import plan as plan_command
+from launch import train as train_command
+from parallel3d.config import RunConfig
+from parallel3d.mesh.launch import Launch
+from parallel3d.train.dry_run import dry_run
+from parallel3d.train.inputs import missing_inputs
 from tests.launch.launching import PYTHON, Place, environment, torchrun
 
 pytestmark = pytest.mark.drill
@@ -229,3 +234,34 @@ def test_dry_run_on_an_unknown_machine(tmp_path):
     num_params = 4 * (12 * h * h + 13 * h) + 2048 * h + 128 * h + 2 * h
     assert report["checkpoint_bytes"] == pytest.approx(12 * num_params, rel=0.02)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("data.paths", "nowhere/*.txt", "data.paths: 'nowhere/*.txt' matches no file"),
+        ("data.tokenizer", "./nowhere", "data.tokenizer = './nowhere' is not a directory"),
+        ("checkpoint.resume", "nowhere/step-1", 'resume = "nowhere/step-1": is not a folder'),
+    ],
+)
+def test_dry_run_says_what_would_stop_a_run_here(tmp_path, monkeypatch, path, text, message):
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig.from_json(
+        "ds.json", ["--data.source", "text", "--data.paths", text, f"--{path}", text]
+    )
+    assert any(message in line for line in missing_inputs(config))
+
+
+def test_dry_run_plans_for_named_hardware_of_plain_numbers(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    numbers = {"peak_flops": {"bf16": "1P"}, "memory_bytes": "80GB", "memory_bandwidth": 3e12}
+    numbers |= {"devices_per_node": 8, "link": {"bandwidth": "450GB", "latency": 3e-6}}
+    Path("mine.json").write_text(json.dumps(numbers))
+    words = ["train.py", "--config", "ds.json", "--dry-run", "1e0", "--hardware", "mine.json"]
+    monkeypatch.setattr(sys, "argv", [*words, "--bf16.enabled", "true", "--json"])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--zero_optimization.offload_optimizer", "null"])
+    args, overrides = train_command.parse_args()
+    config = RunConfig.from_json(args.config, overrides)
+    assert dry_run(config, Launch(rank=0, local_rank=0, world_size=1), devices=1, as_json=True) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["hardware"] == "mine" and report["plan"]["step_seconds"] > 0

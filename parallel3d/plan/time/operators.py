@@ -164,7 +164,7 @@ def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> fl
     known = ", ".join(sorted({*hardware.peak_flops, *hardware.matmul_flops}))
     raise ConfigError(
         f"hardware {hardware.name}: no FLOP/s is known for {precision}; use one of {known}, or add "
-        f'peak_flops["{precision}"] with its source to configs/hardware/{hardware.name}.json'
+        f'peak_flops["{precision}"] to the file of this hardware'
     )
 
 
@@ -304,6 +304,6 @@ def bandwidth_of(hardware: Hardware) -> float:
 def refuse(hardware: Hardware, key: str) -> NoReturn:
     """Raise ConfigError for a figure that the hardware's description lacks."""
     raise ConfigError(
-        f"hardware {hardware.name}: its {key} is not known; add it to configs/hardware/"
-        f"{hardware.name}.json, or plan for fewer devices or without offload"
+        f"hardware {hardware.name}: its {key} is not known; add it to its file, or "
+        "plan for fewer devices or without offload"
     )
