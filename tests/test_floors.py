@@ -66,7 +66,7 @@ ROOMS = [
 BUDGET = {
     "launch": 6_200,
     "models": 27_000,
-    "parallel3d/base": 6_800,
+    "parallel3d/base": 7_500,
     "parallel3d/checkpoint": 10_000,
     "parallel3d/config": 14_300,
     "parallel3d/data": 30_200,

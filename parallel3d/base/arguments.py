@@ -156,10 +156,11 @@ def whole_number(least: int = 1, most: int = _MOST) -> Callable[[str], int]:
     """Return an argparse type that reads a whole number from `least` to `most`."""
 
     def read(text: str) -> int:
+        number: int | None
         try:
             number = int(read_count(text))
         except ValueError:
-            number = None
+            number = most + 1 if text.isdecimal() else None  # thousands of digits
         if number is None:
             rule = "must be a whole number"
             remedy = f"use {least} or more"
