@@ -156,7 +156,7 @@ class Trainer:
     def __init__(self, case):
         self.case = case
         self.config = case.config
-        self.mesh = Mesh(**sizes_of(case.mesh)._asdict(), ep=self.config.mesh.ep)
+        self.mesh = Mesh(**self.config.mesh.groups)
         if "nvme" in case.offload:  # DeepSpeed keeps tensors below 1 MiB in memory
             for module in (optimizer_utils, partitioned_param_swapper):
                 module.MIN_AIO_BYTES = 2 * BLOCK

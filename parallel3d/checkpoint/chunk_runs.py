@@ -48,18 +48,19 @@ def global_boxes(held: HeldParameter, start: int, stop: int) -> list[tuple[Box, 
 def runs_to_write(engine: Engine) -> list[ChunkRun]:
     """Return the runs of chunks that this rank writes; together, ranks write each element once.
 
-    Of tensor-parallel ranks with equal copies the first one writes; replicas write even shares.
+    Of tensor-parallel ranks with equal copies the first one writes; replicas, and the
+    copies of a shard, write even shares.
     """
     runs = []
     for number, block in enumerate(engine.states.blocks):
         for index, piece in enumerate(block):
             if not piece.held.counts:
                 continue
-            start = 0
-            stop = piece.numel
-            if engine.settings.zero.stage == 0:  # the replicas hold equal pieces
-                replicas = piece.held.replicas
-                start, stop = even_split(piece.numel, replicas.size, replicas.coord)
+            # These ranks hold equal pieces.
+            equal = engine.mesh.copies
+            if engine.settings.zero.stage == 0:
+                equal = piece.held.replicas
+            start, stop = even_split(piece.numel, equal.size, equal.coord)
             if stop > start:
                 at = piece.start
                 boxes = [b for b, _ in global_boxes(piece.held, at + start, at + stop)]

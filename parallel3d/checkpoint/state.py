@@ -178,8 +178,10 @@ def changes(
 def _mesh(config: CompleteConfig) -> JsonObject:
     zero = config.zero_optimization
     pipeline = config.parallel3d.pipeline
+    shards = config.mesh.dp_shards
     return {
         **config.mesh.sizes._asdict(),
+        **({} if shards is None else {"dp_shards": shards}),
         "schedule": pipeline.schedule,
         "stages_per_rank": pipeline.stages_per_rank,
         "zero_stage": zero.stage,

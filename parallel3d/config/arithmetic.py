@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
+from math import gcd
 from typing import Any
 
 from parallel3d.base.counts import read_count
@@ -43,6 +44,27 @@ def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
             f'start {ranks} processes, or set dp to {world_size // others} or "auto"',
         ).error()
     return world_size // others
+
+
+def num_shards(mesh: MeshConfig, dp: int, host_size: int) -> tuple[int | None, list[str]]:
+    """Return mesh.dp_shards as a number, and notes; None if it is not set.
+
+    "node" means the most neighbours along dp of whom no group lies on two hosts of `host_size`
+    ranks. Raises ConfigError if the ranks of one dp coordinate do.
+    """
+    if mesh.dp_shards != "node":
+        return mesh.dp_shards, []
+    inner = mesh.cp * mesh.tp
+    if host_size % inner:
+        raise Problem(
+            "parallel3d.mesh.dp_shards",
+            "node",
+            f"a host has {host_size} ranks, not a multiple of cp x tp = {inner}",
+            "use a number, or a cp and tp that divide the ranks of a host",
+        ).error()
+    shards = gcd(host_size // inner, dp)
+    of_a_host = "1 rank" if host_size == 1 else f"{host_size} ranks"
+    return shards, [f"parallel3d.mesh.dp_shards: node = {shards} (a host has {of_a_host})"]
 
 
 def fallback(mesh: MeshConfig, world_size: int) -> MeshSizes | None:

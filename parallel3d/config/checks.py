@@ -41,6 +41,7 @@ CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     train_checks.check_recomputation,
     train_checks.check_rewind,
     train_checks.check_batch,
+    mesh_checks.check_copies,
     mesh_checks.check_fallbacks,
     mesh_checks.check_plan,
     train_checks.check_length,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from parallel3d.base.section import ABSENT, Problem
 from parallel3d.config import arithmetic
 from parallel3d.config.deepspeed import ZeroConfig
+from parallel3d.config.model_checks import divisors_of, join_with_or
 from parallel3d.config.parallel3d_block import (
     MeshConfig,
     PipelineConfig,
@@ -69,6 +70,43 @@ def check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) -> 
             "gradients until the step",
             'use "per_step"',
         )
+
+
+def check_copies(mesh: MeshConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
+    """Check that dp divides into copies of what ZeRO shards, each with all experts."""
+    path = "parallel3d.mesh.dp_shards"
+    shards = mesh.dp_shards
+    if shards is None:
+        return
+    if zero_optimization.stage == 0:
+        yield Problem(
+            path,
+            shards,
+            "says over how many ranks ZeRO shards, and zero_optimization.stage is 0: every rank "
+            "holds all states",
+            "use stage 1, 2 or 3, or null here",
+        )
+    if zero_optimization.stage in (1, 2) and not zero_optimization.contiguous_gradients:
+        yield Problem(
+            "zero_optimization.contiguous_gradients",
+            False,
+            "with parallel3d.mesh.dp_shards a rank sums its part of a buffer of gradients",
+            "use true, or dp_shards = null",
+        )
+    if shards == "node":
+        return
+    allowed = []
+    if mesh.dp != "auto":
+        allowed = [n for n in divisors_of(mesh.dp) if n % mesh.ep == 0]
+    if mesh.dp != "auto" and shards not in allowed:
+        multiple = f" and is not a multiple of mesh.ep={mesh.ep}" if shards % mesh.ep else ""
+        rule = f"does not divide mesh.dp={mesh.dp}{multiple}"
+        if mesh.dp % shards == 0:
+            rule = f"is not a multiple of mesh.ep={mesh.ep}"
+        yield Problem(path, shards, rule, f"use {join_with_or(allowed)}")
+    elif shards % mesh.ep:
+        rule = f"is not a multiple of mesh.ep={mesh.ep}"
+        yield Problem(path, shards, rule, f"use {shards // mesh.ep * mesh.ep + mesh.ep}")
 
 
 def check_fallbacks(mesh: MeshConfig) -> Iterator[Problem]:

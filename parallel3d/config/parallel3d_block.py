@@ -97,6 +97,10 @@ def _known_hardware(name: str) -> str:
     return name
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 def _mesh_or_plan(value: object, _: object) -> object:
     """Return a mesh or "plan"; pydantic's errors for the union would not name the setting."""
     return (
@@ -118,6 +122,10 @@ class MeshConfig(Section):
     ep: Positive = 1
     """Expert-parallel ranks: so many consecutive dp ranks divide the experts of each layer among
     them, and send each other the tokens (docs/experts.md). Divides dp and num_experts."""
+    dp_shards: Positive | Literal["node"] | None = Field(default=None, exclude_if=_is_none)
+    """ZeRO shards over so many consecutive dp ranks (and their cp ranks); the other dp ranks hold
+    copies of the shards (docs/hybrid-sharding.md). Divides dp, and is a multiple of ep. "node": the
+    dp ranks of a host; null: all, which is plain ZeRO."""
     sequence_parallel: bool = False
     """Shard the activations outside attention and MLP over tp, along the sequence
     (arXiv:2205.05198)."""
@@ -132,8 +140,21 @@ class MeshConfig(Section):
         """The mesh's sizes; "auto" counts as 1."""
         return MeshSizes(pp=self.pp, dp=1 if self.dp == "auto" else self.dp, cp=self.cp, tp=self.tp)
 
+    @property
+    def num_copies(self) -> int:
+        """The copies of what ZeRO shards; 1 while "auto" or "node" leaves their number open."""
+        if self.dp == "auto" or self.dp_shards is None or self.dp_shards == "node":
+            return 1
+        return self.dp // self.dp_shards
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        """The arguments of `Mesh`, once all of them are known."""
+        return {**self.sizes._asdict(), "ep": self.ep, "dp_shards": self.dp_shards}
+
     def __str__(self) -> str:
         axes = [*self.sizes.shown, *(["ep"] if self.ep > 1 else [])]
+        axes += [] if self.dp_shards is None else ["dp_shards"]
         return " x ".join(f"{axis}={getattr(self, axis)}" for axis in axes)
 
 
@@ -147,8 +168,8 @@ class PipelineConfig(Section):
     """Stages per pipeline rank; more than 1 requires an interleaved schedule."""
     gradient_reduction: Literal["auto", "per_step", "per_microbatch"] = "auto"
     """When gradients are reduced over dp: once per step, or after every microbatch (less memory,
-    more traffic). "auto" is per_microbatch at ZeRO-2 and per_step at the other stages; with
-    `weights` "auto", per_microbatch where only that fits, or the planner finds it faster."""
+    more traffic). "auto" is per_microbatch at ZeRO-2 without mesh.dp_shards, and per_step else;
+    with `weights` "auto", per_microbatch where only that fits, or the planner finds it faster."""
     weights: Literal["auto", "per_microbatch", "per_pass", "per_step"] = "auto"
     """ZeRO-3: how long a stage's weights stay gathered. "per_microbatch" gathers them for each
     forward and backward (least memory); "per_pass" once for all forwards and once for all backwards

@@ -111,6 +111,7 @@ class RunConfig(RunSettings):
         if config.train.batch_schedule and config.train_batch_size is None:
             first = config.train.batch_schedule[0][1]
             config = config.model_copy(update={"train_batch_size": first})
+        config = config._with_one_reduction()
         return config._fitted()._checked(source=source)._with_valid_fallbacks(source)
 
     @property
@@ -172,17 +173,22 @@ class RunConfig(RunSettings):
             return "fp16"
         return "bf16" if self.bf16.enabled else "fp32"
 
-    def resolve(self, world_size: int, batch: int | None = None) -> "ResolvedConfig":
+    def resolve(
+        self, world_size: int, batch: int | None = None, host_size: int | None = None
+    ) -> "ResolvedConfig":
         """Return the config for `world_size` ranks: mesh, batch sizes and, of max_tokens, steps.
 
         - `batch`: the batch of a run that resumes, which stays unless the config asks for another.
+        - `host_size`: the ranks on each host; None: all are on one.
 
         Raises ConfigError if mesh, fallbacks or the batch do not fit the number of ranks.
         """
         fallback = arithmetic.fallback(self.mesh, world_size)
         config = self._on(fallback) if fallback else self
         dp = arithmetic.data_parallel_size(config.mesh, world_size)
-        config = config._with("mesh", dp=dp, fallbacks=())._checked()
+        shards, notes = arithmetic.num_shards(config.mesh, dp, host_size or world_size)
+        config = config._with("mesh", dp=dp, dp_shards=shards, fallbacks=())._checked()
+        config = config.with_notes(*config.notes, *notes)
         asked_batch, micro, accumulation = arithmetic.batch_sizes(
             config.train_batch_size,
             config.train_micro_batch_size_per_gpu,
@@ -296,6 +302,18 @@ class RunConfig(RunSettings):
                 "gradient_accumulation_steps": None,
             }
         )
+
+    def _with_one_reduction(self) -> Self:
+        """Return this config; with mesh.dp_shards ZeRO-2 reduces gradients once a step by default.
+
+        Each reduction is also one over the copies of the shards, between hosts.
+        """
+        mesh = self.parallel3d.mesh
+        is_open = self.pipeline.gradient_reduction == "auto" and self.zero_optimization.stage == 2
+        if mesh == PLAN or mesh.dp_shards is None or not is_open:
+            return self
+        note = 'parallel3d.pipeline.gradient_reduction: auto = "per_step" (mesh.dp_shards)'
+        return self._with("pipeline", gradient_reduction="per_step").with_notes(*self.notes, note)
 
     def _with(self, section: str, **values: object) -> Self:
         changed = getattr(self, section).model_copy(update=values)

@@ -66,9 +66,13 @@ class Reduction:
         if summed and not settings.reduces_once:
             self._deferred = core.DeferredReduction(engine, summed)
         if settings.shards_parameters:
-            reducing.average_in_one_buffer(engine.optimizer, settings.reduction_dtype)
+            reducing.average_in_one_buffer(
+                engine.optimizer, settings.reduction_dtype, mesh.copies, settings.reduces_once
+            )
         elif settings.reduces_once:
             reducing.reduce_in_gradients_type(engine.optimizer)
+        if mesh.copies.size > 1 and not settings.shards_parameters:
+            reducing.average_over_copies(engine.optimizer, mesh.copies)
         if settings.runs_without_hooks:
             reducing.remove_gradient_hooks(engine.optimizer)
 
@@ -151,6 +155,10 @@ class Reduction:
             self._deferred.put_back()
             self.sum_partial(self._held)
             self._deferred.flush()
+        if self._settings.shards_parameters and self.mesh.copies.size > 1:
+            reducing.sum_over_copies(
+                self._deepspeed.optimizer, self._settings.reduction_dtype, self.mesh.copies
+            )
         self._deepspeed.set_gradient_accumulation_boundary(True)
         self._deepspeed.optimizer.finalize_gradient_accumulation_boundary()
 

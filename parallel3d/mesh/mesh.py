@@ -26,7 +26,8 @@ from parallel3d.mesh.messages import Messages
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.mesh.transfer import Transfer
 
-_DIVIDED = ("pp", "dp", "ep", "cp", "tp")  # the axes if ep is one: dp has ep neighbours at a time
+# The axes if dp is three: copies of the shards, and ep neighbours at a time among a copy's ranks.
+_DIVIDED = ("pp", "copies", "dp", "ep", "cp", "tp")
 
 
 class Peers(NamedTuple):
@@ -48,9 +49,11 @@ ROLES = (
     "context",
     "replicas",
     "shards",
+    "copies",
     "tensor",
     "experts",
     "expert_replicas",
+    "expert_shards",
     "model",
     "whole_model",
     "world",
@@ -63,6 +66,8 @@ class Mesh:
 
     - `pp`, `dp`, `cp`, `tp`: the sizes of its axes.
     - `ep`: how many dp neighbours divide the experts among them; it divides dp.
+    - `dp_shards`: how many dp neighbours hold one copy of what ZeRO shards (with all of cp); it
+      divides dp, and `ep` divides it. None: all, so that there is one copy.
     - `launch`: the launch of this process; by default that of the environment.
     - `watched`: start a sentry beside each rank.
 
@@ -73,9 +78,11 @@ class Mesh:
     - `context`: the ranks that hold the other tokens of this rank's samples.
     - `replicas`: the ranks whose gradients of the same weights are averaged (dp and cp).
     - `shards`: the ranks over which ZeRO shards weights, gradients and optimizer states.
+    - `copies`: the ranks of `replicas` that hold the same shards.
     - `tensor`: the ranks that hold the other parts of this rank's matrices.
     - `experts`: the ranks that hold the other experts: `ep` neighbours along dp.
     - `expert_replicas`: the ranks of `replicas` that hold the same experts.
+    - `expert_shards`: the ranks of `shards` that hold the same experts.
     - `model`: the ranks that share one copy of the model (pp and tp), but for experts.
     - `whole_model`: the ranks that share one copy of the model and of all experts.
     - `world`: all ranks.
@@ -92,6 +99,7 @@ class Mesh:
         cp: int = 1,
         tp: int = 1,
         ep: int = 1,
+        dp_shards: int | None = None,
         launch: Launch | None = None,
         watched: bool = False,
     ) -> None:
@@ -114,31 +122,48 @@ class Mesh:
         os.environ["LOCAL_RANK"] = str(launch.local_rank if index is None else index)
         limit_threads(self.device, launch.local_world_size)
         join(launch, self.device, watched)
+        if dp_shards is not None:
+            self._agree_on(dp_shards)
         self._grid = torch.arange(sizes.ranks).view(sizes)
         place = dict(zip(AXES, (self._grid == self.rank).nonzero()[0].tolist(), strict=True))
         self.coords: tuple[int, ...] = tuple(place[axis] for axis in sizes.shown)
         """This rank's coordinates along AXES, without cp if it is 1."""
-        self._divided = self._grid.view(pp, dp // ep, ep, cp, tp)
+        shards = dp if dp_shards is None else dp_shards
+        self._divided = self._grid.view(pp, dp // shards, shards // ep, ep, cp, tp)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._of_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.alone = self._along("self")
         self.pipeline = self._along("pp", "pp")
-        self.samples = self._along("dp", "dp", "ep")
+        self.samples = self._along("dp", "copies", "dp", "ep")
         self.context = self._along("cp", "cp")
         self.tensor = self._along("tp", "tp")
         self.model = self.whole_model = self._along("model", "pp", "tp", own=True)
         if ep > 1:
             self.whole_model = self._along("ep model", "pp", "ep", "tp", own=True)
         self.world = self._along("world", *_DIVIDED)
-        self.replicas = self.shards = self._along("dp cp", "dp", "ep", "cp")
+        self.replicas = self._along("dp cp", "copies", "dp", "ep", "cp")
+        self.shards = self._along("dp shards", "dp", "ep", "cp")
+        self.copies = self._along("dp copies", "copies")
         self.experts = self._along("ep", "ep", own=ep > 1)
-        self.expert_replicas = self._along("ep replicas", "dp", "cp")
+        self.expert_replicas = self._along("ep replicas", "copies", "dp", "cp")
+        self.expert_shards = self._along("ep shards", "dp", "cp")
         # One group per direction, so that gradients do not queue behind activations.
         self._backward = self.pipeline.group
         if pp > 1:
             self._backward = self._split(self._rows("pp"), "pp backward", shared=False)
         self.messages = Messages(self.rank, self.device, self.places)
         self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+
+    def _agree_on(self, dp_shards: int) -> None:
+        """Raise ConfigError on all ranks unless they agree, before they make different groups."""
+        ends = torch.tensor([dp_shards, -dp_shards], device=self.device)
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        most, least = ends.abs().tolist()
+        if most != least:
+            raise ConfigError(
+                f'parallel3d.mesh.dp_shards = "node": hosts have different numbers of ranks, for '
+                f"{least} and {most} shards; use a number, or as many ranks on each host"
+            )
 
     def beside(self) -> Self:
         """Return this mesh with another group beside training, for one more thread. Collective."""
@@ -238,7 +263,7 @@ class Mesh:
         return self._pairs.get(pair)
 
     def join_stage(self) -> Peers:
-        """Return the ranks that hold parts of the same layers: all of a pipeline coordinate.
+        """Return the ranks that hold parts of one copy of the same layers.
 
         Collective over the world, before `set_timeouts`.
         """

@@ -66,7 +66,7 @@ def resolve_config(config: RunConfig, launch: Launch) -> ResolvedConfig:
         from parallel3d.train.known_hardware import machine_of
 
         config, _ = choose(config, launch.world_size, machine_of(config, launch))
-    return config.resolve(launch.world_size)
+    return config.resolve(launch.world_size, host_size=launch.local_world_size)
 
 
 def check_restarts(config: RunConfig, launch: Launch) -> None:

@@ -405,7 +405,7 @@ def join(config: RunConfig, launch: Launch) -> "Mesh":
         from parallel3d.mesh.device import pin_collectives
 
         pin_collectives()
-    return Mesh(**sizes.sizes._asdict(), ep=sizes.ep, launch=launch, watched=True)
+    return Mesh(**sizes.groups, launch=launch, watched=True)
 
 
 def meet_at_the_end(mesh: "Mesh") -> None:

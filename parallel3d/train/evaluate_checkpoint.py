@@ -80,15 +80,17 @@ def _place(raw: dict[str, Any], world_size: int, is_own_config: bool) -> None:
     block = reader.block_at(raw, "parallel3d")
     if not mesh:  # "plan", or invalid, which is reported later
         return
+    any_dp = {"dp": "auto", "dp_shards": None}
     if world_size == 1:
-        block["mesh"] = mesh | {"pp": 1, "dp": "auto", "cp": 1, "tp": 1, "ep": 1}
+        mesh = mesh | {"pp": 1, "cp": 1, "tp": 1, "ep": 1}
+        block["mesh"] = mesh | any_dp
         # On one rank the schedule and the stages do not change the numbers.
         block["pipeline"] = reader.block_at(raw, "parallel3d.pipeline") | {
             "schedule": "gpipe",
             "stages_per_rank": 1,
         }
     elif is_own_config:
-        block["mesh"] = mesh | {"dp": "auto"}
+        block["mesh"] = mesh | any_dp
     train = block.get("train")
     if isinstance(train, dict):  # an evaluation has one batch size
         train |= {"batch_schedule": [], "batch_lr": "none"}

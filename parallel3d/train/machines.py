@@ -60,8 +60,16 @@ def refuse_unshared(folder: Path, directory: str, mesh: Mesh, nodes: Nodes) -> N
 def check_machine(config: RunConfig, mesh: Mesh, nodes: Nodes, say: Say) -> None:
     """Raise ConfigError on all ranks if the run cannot fit, or its NVMe folders are not writable.
 
-    Called before the corpus and the model, which take long. Warns if a tp group spans hosts.
+    Called before the corpus and the model, which take long. Warns if a tp group spans hosts, or
+    the ranks over which mesh.dp_shards shards.
     """
+    block = mesh.shards.size * mesh.tensor.size
+    if mesh.copies.size > 1 and (torn := nodes.torn(block)):
+        say(
+            f"mesh    dp_shards = {config.mesh.dp_shards} SPANS HOSTS: {nodes.in_words(torn[0])}; "
+            "weights are gathered over the network. Use a number that divides the dp ranks of a "
+            "node, and number each node's ranks consecutively (srun --distribution=block)"
+        )
     if torn := nodes.torn(mesh.tensor.size):
         others = f", and {len(torn) - 1} more groups" if torn[1:] else ""
         say(

@@ -120,6 +120,8 @@ def print_placement(console: Console, config: CompleteConfig, parts: Assembly) -
     settings = parts.engine.settings
     offload = describe_offload(zero.offload_optimizer.device, zero.offload_param.device)
     marks = [f"ZeRO-{zero.stage}"]
+    if mesh.num_copies > 1:
+        marks.append(f"{mesh.num_copies} copies of {mesh.dp_shards} shards")
     if offload != "none":
         marks.append(offload)
     marks.append(settings.precision)

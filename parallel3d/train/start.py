@@ -265,7 +265,9 @@ def keep_batch(
     other = config.global_batch_size
     if requested.train_batch_size is not None or batch == other:
         return config
-    kept = requested.resolve(config.mesh.sizes.ranks, batch)
+    mesh = config.mesh
+    shard_ranks = mesh.sizes.ranks // (mesh.pp * mesh.num_copies)  # as many as if "node" had said
+    kept = requested.resolve(mesh.sizes.ranks, batch, shard_ranks)
     say(
         f"batch   stays {batch}: {kept.num_microbatches} microbatches of {kept.micro_batch_size} "
         f"(for {other}: --train_batch_size {other})"

@@ -149,7 +149,7 @@ def checked(
 
 def check(rank: int, config: CompleteConfig, reference: Reference, task: CaseTask) -> RankFindings:
     """Train a small config on its course as one rank and compare with the reference."""
-    mesh = Mesh(**config.mesh.sizes._asdict(), ep=config.mesh.ep)
+    mesh = Mesh(**config.mesh.groups)
     torch.set_num_threads(1)  # more threads slow such small products down
     with swapping_small_tensors(2 * BLOCK), low_thresholds(config):
         parts = assemble(config, mesh, seed=SEED)

@@ -197,7 +197,13 @@ def num_microbatches(config: RunConfig) -> int:
 def _on_mesh(raw: dict[str, Any], mesh: MeshSizes, microbatches: int, batch: int) -> CompleteConfig:
     block = raw["parallel3d"]
     experts = block["model"].get("num_experts", 1)
-    sizes = block["mesh"] | mesh._asdict() | {"ep": gcd(block["mesh"]["ep"], mesh.dp, experts)}
+    ep = gcd(block["mesh"]["ep"], mesh.dp, experts)
+    sizes = block["mesh"] | mesh._asdict() | {"ep": ep}
+    is_hybrid = sizes.get("dp_shards") not in (None, block["mesh"]["dp"])
+    if is_hybrid and (mesh.dp // ep) % 2 == 0:
+        sizes["dp_shards"] = mesh.dp // 2  # two copies, also where the config's hosts are unknown
+    else:
+        sizes["dp_shards"] = None
     changed = raw | {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": batch // (mesh.dp * microbatches),

@@ -120,7 +120,7 @@ def test_self_test_passes_in_half_precision():
 
 def traffic_on_rank(rank, case):
     """Bytes that this rank's exchanges send in a step, and the number of matrix elements."""
-    mesh = Mesh(**sizes_of(case.mesh)._asdict(), ep=case.config.mesh.ep)
+    mesh = Mesh(**case.config.mesh.groups)
     parts = assemble(case.config, mesh, seed=0)
     tokens, labels, *_ = next(batches(case.config))
     parts.executor.run(microbatches((tokens, labels, None), case.config, mesh), 0)

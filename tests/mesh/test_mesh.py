@@ -14,7 +14,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import ROLES, Mesh, draw_mesh
 from parallel3d.tensor.collectives import all_gather_sequence, reduce_scatter_sequence
-from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.local_ranks import RankFailed, run_locally
 from tests.meshes import sizes_of
 
 pytestmark = pytest.mark.gloo
@@ -59,11 +59,13 @@ def places_on_rank(rank, sizes):
 
 
 def owners_on_rank(rank, cases):
-    """The ranks of the roles that ep sets, mesh by mesh."""
+    """The ranks of the roles that ep and dp_shards set, mesh by mesh."""
     owners = []
-    for size, ep in cases:
-        mesh = Mesh(**sizes_of(size)._asdict(), ep=ep)
+    for size, ep, shards in cases:
+        mesh = Mesh(**sizes_of(size)._asdict(), ep=ep, dp_shards=shards)
         roles = ("experts", "expert_replicas", "whole_model", "model")
+        roles += ("samples", "replicas", "shards", "copies", "expert_shards")
+        mesh.set_timeouts(50)
         owners.append({role: mesh.peers(role).ranks for role in roles})
         mesh.barrier()
     return owners
@@ -71,19 +73,46 @@ def owners_on_rank(rank, cases):
 
 def test_groups_of_ranks_that_divide_experts():
     """Neighbours along dp own different experts; the others at the same place own the same ones."""
-    cases = [((2, 2, 2), 2), ((1, 8, 1), 4), ((1, 2, 2, 2), 2), ((2, 4, 1), 4)]
+    cases = [
+        ((2, 2, 2), 2, None),
+        ((1, 8, 1), 4, None),
+        ((1, 2, 2, 2), 2, None),
+        ((2, 4, 1), 4, None),
+        ((1, 8, 1), 1, 4),
+        ((1, 8, 1), 2, 4),
+        ((2, 4, 1), 1, 2),
+        ((2, 2, 2), 1, 1),
+        ((1, 4, 2, 1), 2, 2),
+        ((1, 8, 1), 2, 8),
+    ]
     ranks = run_locally(owners_on_rank, 8, cases)
-    for number, (size, ep) in enumerate(cases):
+    for number, (size, ep, shards) in enumerate(cases):
         pp, dp, cp, tp = sizes_of(size)
-        grid = np.arange(8).reshape(pp, dp // ep, ep, cp, tp)
+        shards = shards or dp
+        grid = np.arange(8).reshape(pp, dp // shards, shards // ep, ep, cp, tp)
         for rank in range(8):
-            p, d, e, c, t = (int(i[0]) for i in np.where(grid == rank))
+            p, copy, d, e, c, t = (int(i[0]) for i in np.where(grid == rank))
             assert ranks[rank][number] == {
-                "experts": grid[p, d, :, c, t].tolist(),
-                "expert_replicas": grid[p, :, e, :, t].flatten().tolist(),
-                "whole_model": grid[:, d, :, c, :].flatten().tolist(),
-                "model": grid[:, d, e, c, :].flatten().tolist(),
+                "experts": grid[p, copy, d, :, c, t].tolist(),
+                "expert_replicas": grid[p, :, :, e, :, t].flatten().tolist(),
+                "whole_model": grid[:, copy, d, :, c, :].flatten().tolist(),
+                "model": grid[:, copy, d, e, c, :].flatten().tolist(),
+                "samples": grid[p, :, :, :, c, t].flatten().tolist(),
+                "replicas": grid[p, :, :, :, :, t].flatten().tolist(),
+                "shards": grid[p, copy, :, :, :, t].flatten().tolist(),
+                "copies": grid[p, :, d, e, c, t].tolist(),
+                "expert_shards": grid[p, copy, :, e, :, t].flatten().tolist(),
             }
+
+
+def disagree(rank):
+    """Two hosts with different numbers of ranks take "node" for different numbers."""
+    Mesh(dp=4, dp_shards=4 if rank else 2)
+
+
+def test_hosts_that_disagree_about_the_copies_are_refused_by_all_ranks():
+    with pytest.raises(RankFailed, match="hosts have different numbers of ranks, for 2 and 4 sh"):
+        run_locally(disagree, 4, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +141,10 @@ def test_groups_and_coordinates_of_ranks(sizes):
                 "samples": grid[p, :, c, t].tolist(),
                 "context": grid[p, d, :, t].tolist(),
                 **dict.fromkeys(
-                    ("replicas", "shards", "expert_replicas"), grid[p, :, :, t].flatten().tolist()
+                    ("replicas", "shards", "expert_replicas", "expert_shards"),
+                    grid[p, :, :, t].flatten().tolist(),
                 ),
+                "copies": [rank],
                 "tensor": grid[p, d, c, :].tolist(),
                 "experts": [rank],
                 **dict.fromkeys(("model", "whole_model"), grid[:, d, c, :].flatten().tolist()),

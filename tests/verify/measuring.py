@@ -94,7 +94,7 @@ def number_anew() -> None:
 def train_and_compare(rank: int, config: RunConfig, reference: Reference) -> Differences:
     """Train on one rank, and compare with the reference."""
     assert isinstance(config.mesh.dp, int)
-    mesh = Mesh(**config.mesh.sizes._asdict())
+    mesh = Mesh(**config.mesh.groups)
     torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
     with swapping_small_tensors(2 * BLOCK):
         parts = assemble(config, mesh, seed=SEED)

@@ -25,15 +25,15 @@ NAME = "parallel3d_experts"
 
 
 class ZeroInit(deepspeed.zero.Init):  # type: ignore[misc]
-    """ZeRO-3's construction, which shards experts over their replicas and the rest over dp."""
+    """ZeRO-3's construction, which shards an expert over those of `shards` that hold it."""
 
     def __init__(self, mesh: Mesh, **options: object) -> None:
-        self._replicas = mesh.expert_replicas.group
+        self._shards = mesh.expert_shards.group
         super().__init__(data_parallel_group=mesh.shards.group, **options)
 
     def _convert_to_deepspeed_param(self, param: Any) -> None:
         if is_of_experts(param):
-            param.ds_zero_partition_process_group = self._replicas
+            param.ds_zero_partition_process_group = self._shards
         super()._convert_to_deepspeed_param(param)
 
 
@@ -49,7 +49,7 @@ def sharded_by_zero12(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Iterato
         parameter.group_name = NAME
     known: dict[str, Any] = {
         "expert_parallel_group": {NAME: mesh.experts.group},
-        "expert_data_parallel_group": {NAME: mesh.expert_replicas.group},
+        "expert_data_parallel_group": {NAME: mesh.expert_shards.group},
     }
     groups._EXPERT_PARALLEL_GROUP |= known["expert_parallel_group"]
     groups._EXPERT_DATA_PARALLEL_GROUP |= known["expert_data_parallel_group"]

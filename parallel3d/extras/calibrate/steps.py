@@ -159,7 +159,7 @@ def _step(
 
 
 def _build(config: CompleteConfig) -> tuple[Mesh, Assembly, list[Microbatch], float]:
-    mesh = Mesh(**config.mesh.sizes._asdict(), ep=config.mesh.ep)
+    mesh = Mesh(**config.mesh.groups)
     set_threads(mesh)
     parts = assemble(config, mesh)
     shape = (config.num_microbatches, config.micro_batch_size, config.data.sequence_length + 1)

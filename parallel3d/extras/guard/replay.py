@@ -61,7 +61,9 @@ def replay_config(
     if mesh and mesh.pp == 1 != block["mesh"]["pp"]:
         block["pipeline"] |= {"schedule": "gpipe", "stages_per_rank": 1}
     if mesh:
-        block["mesh"] |= mesh._asdict() | {"ep": gcd(mesh.dp, block["mesh"].get("ep", 1))}
+        block["mesh"] |= mesh._asdict()
+        for name in block["mesh"].keys() & {"ep", "dp_shards"}:
+            block["mesh"][name] = gcd(mesh.dp, block["mesh"][name])
     block["train"] |= {"stop_after": step, "evaluate_every": 0}
     block["run"] |= {"trackers": []}
     raw.pop("gradient_accumulation_steps", None)  # follows from the batch and dp

@@ -179,7 +179,7 @@ def measure(rank, raws):
 
 
 def measured(config):
-    mesh = Mesh(**config.mesh.sizes._asdict(), ep=config.mesh.ep)
+    mesh = Mesh(**config.mesh.groups)
     length = config.data.sequence_length
     samples = config.micro_batch_size
     with Counting() as counting, swapping_small_tensors(2 * BLOCK):

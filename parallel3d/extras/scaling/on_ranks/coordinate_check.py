@@ -123,7 +123,7 @@ def _kv_heads(model: ModelConfig, heads: int) -> int | None:
 def _measure_on_rank(rank: int, config: CompleteConfig, seed: int) -> Sums:
     """Train as one rank and return sums over its part of each layer's activations."""
     torch.set_num_threads(1 if config.mesh.sizes.ranks > 1 else 2)
-    mesh = Mesh(**config.mesh.sizes._asdict(), ep=config.mesh.ep)
+    mesh = Mesh(**config.mesh.groups)
     parts = assemble(config, mesh, seed=seed)
     batch = microbatches(_batch(config), config, mesh)
     with _activations(parts) as now:
