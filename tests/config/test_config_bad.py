@@ -201,7 +201,7 @@ BAD_TOGETHER = [
     ({f"{P3D}.mesh": {"dp_shards": "host"}},
      f"{P3D}.mesh.dp_shards", "host", 'must be "node"', "write"),
     ({f"{P3D}.mesh.dp_shards": 0},
-     f"{P3D}.mesh.dp_shards", 0, "must be", "1"),
+     f"{P3D}.mesh.dp_shards", 0, "must be greater than 0", "raise it"),
     ({f"{P3D}.mesh.dp_shards": 2,
       "zero_optimization": {"stage": 2, "contiguous_gradients": False}},
      "zero_optimization.contiguous_gradients", False, "a buffer of gradients", "or dp_shards = nu"),
