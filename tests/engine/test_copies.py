@@ -51,7 +51,7 @@ def errors():
     jobs = [(case, case.reference) for case in CASES.values()]
     by_case = zip(*run_locally(compare_each, 4, jobs), strict=True)
     pairs = zip(CASES.items(), by_case, strict=True)
-    return {name: errors_of(case.config, found) for (name, case), found in pairs}
+    return {name: errors_of(case.config, of_ranks) for (name, case), of_ranks in pairs}
 
 
 @pytest.mark.parametrize("name", CASES)
