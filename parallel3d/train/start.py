@@ -266,8 +266,9 @@ def keep_batch(
     if requested.train_batch_size is not None or batch == other:
         return config
     mesh = config.mesh
-    shard_ranks = mesh.sizes.ranks // (mesh.pp * mesh.num_copies)  # as many as if "node" had said
-    kept = requested.resolve(mesh.sizes.ranks, batch, shard_ranks)
+    # On hosts of this size "node" means the number that it has been resolved to.
+    host_size = mesh.sizes.ranks // (mesh.pp * mesh.num_copies)
+    kept = requested.resolve(mesh.sizes.ranks, batch, host_size)
     say(
         f"batch   stays {batch}: {kept.num_microbatches} microbatches of {kept.micro_batch_size} "
         f"(for {other}: --train_batch_size {other})"
