@@ -120,16 +120,22 @@ def _with_config(words: Sequence[str]) -> list[str]:
 
 
 def _fitted(text: str) -> str:
-    """Return a text whose lines fit into 79 columns, without broken words; indents stay."""
-    lines: list[str] = []
-    for line in text.splitlines():
-        indent = line[: len(line) - len(line.lstrip())]
-        # A command that is too long is copied more easily in one line.
-        if len(line) < 80 or indent:
-            lines.append(line)
-        else:
-            lines += textwrap.wrap(line, 79, break_on_hyphens=False, break_long_words=False)
-    return "\n".join(lines)
+    """Return a text whose lines fit into 79 columns, without broken words; indents stay.
+
+    A paragraph that is too wide is filled anew. Lines that fit, or are indented, stay as they are.
+    """
+    return "\n\n".join(_fitted_paragraph(paragraph) for paragraph in text.split("\n\n"))
+
+
+def _fitted_paragraph(paragraph: str) -> str:
+    lines = paragraph.splitlines()
+    # A command that is too long is copied more easily in one line.
+    if all(len(line) < 80 or line.startswith(" ") for line in lines):
+        return paragraph
+    if not any(line.startswith((" ", "- ")) for line in lines):
+        lines = [" ".join(lines)]
+    wrapper = textwrap.TextWrapper(79, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(wrapper.fill(line) for line in lines)
 
 
 def prints_errors_as(command: str) -> Callable[[Callable[[], int]], Callable[[], int]]:

@@ -1,5 +1,7 @@
 """One vocabulary of flags, and one message where a command line is wrong."""
 
+from textwrap import dedent
+
 import pytest
 
 from parallel3d.base.arguments import Parser, output_file, whole_number
@@ -50,3 +52,20 @@ def test_output_file_accepts_new_and_existing_files(tmp_path) -> None:
     assert output_file(str(tmp_path / "a.svg")) == tmp_path / "a.svg"
     (tmp_path / "a.svg").write_text("old")
     assert output_file(str(tmp_path / "a.svg")) == tmp_path / "a.svg"
+
+
+def test_help_fills_paragraphs_and_keeps_commands():
+    text = """Do a thing.
+
+    It takes a file, of which each line is longer than a terminal of eighty columns has, and then
+    goes on in the next.
+
+    thing --one
+    thing --two
+    """
+    description = Parser(dedent(text).replace("\n    ", "\n")).description
+    assert description is not None
+    filled = description.split("\n\n")[1]
+    assert max(map(len, filled.splitlines())) < 80
+    assert len(filled.splitlines()) == 2, "the lines of a paragraph are filled together"
+    assert "thing --one\nthing --two" in description
