@@ -51,11 +51,10 @@ def curve(args: argparse.Namespace, mesh: str, precision: str, seed: int) -> Cur
         settings |= PRECISIONS[precision]
         words = [word for key, value in settings.items() for word in (f"--{key}", value)]
         ranks = prod(map(int, mesh.split("x")))
+        launcher = ["torchrun", f"--master_port={free_port()}", f"--nproc_per_node={ranks}"]
+        command = ["-m", "parallel3d", "train", "--config", args.config, *words, *args.settings]
         subprocess.run(
-            [
-                *("torchrun", f"--master_port={free_port()}", f"--nproc_per_node={ranks}"),
-                *("-m", "parallel3d", "train", "--config", args.config, *words, *args.settings),
-            ],
+            [*launcher, *command],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             check=True,
             stdout=subprocess.DEVNULL,
