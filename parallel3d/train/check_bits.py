@@ -29,6 +29,7 @@ from parallel3d.train.observer import Observer, Rewind, Step
 _MASK = 2**52 - 1  # checksums travel as floats of 53 bits
 _REPLICAS = "data-parallel replicas"
 _EXPERTS = "replicas of experts"
+_SHARDS = "copies of shards"
 _TP = "tensor-parallel copies"
 _TIED = "tied weights"
 _NORM = "gradient norms"
@@ -134,7 +135,8 @@ def check_bits(
     """Raise WrongBits on all ranks unless all copies have the same bits. Collective.
 
     Each rank sends one checksum for each kind of copy, and the gradient norm. Where most copies
-    agree the others are wrong; of two copies either may be. ZeRO's shards have no copy over dp.
+    agree the others are wrong; of two copies either may be. ZeRO's shards have copies over dp only
+    with mesh.dp_shards.
 
     - `norm`: this rank's gradient norm of the step.
     - `ends`: pipeline coordinates of the first and the last stage, which may share a weight.
@@ -156,7 +158,8 @@ def check_bits(
         raise WrongBits(_wrong_messages(messages, mesh, grid))
     columns = [*sums, _NORM]
     cp_ep = (mesh.context.size, mesh.experts.size)
-    for what, peers in _copies(grid, ends, engine.settings.zero.stage > 0, cp_ep):
+    num_shards = mesh.shards.size if engine.settings.zero.stage > 0 else 1
+    for what, peers in _copies(grid, ends, num_shards, cp_ep):
         column = columns.index(what)
         values: list[int | str] = []
         for ranks in peers:
@@ -197,8 +200,10 @@ def _wrong_messages(messages: Messages, mesh: Mesh, grid: np.ndarray) -> str:
 
 def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tensor]]:
     """Return the checksums of parameters that other ranks hold too, by kind of copy and name."""
-    sums: dict[str, dict[str, Tensor]] = {what: {} for what in (_REPLICAS, _EXPERTS, _TP, _TIED)}
+    kinds_of_all = (_REPLICAS, _EXPERTS, _SHARDS, _TP, _TIED)
+    sums: dict[str, dict[str, Tensor]] = {what: {} for what in kinds_of_all}
     stage = engine.settings.zero.stage
+    has_copies = engine.mesh.copies.size > 1
 
     def add(what: str, name: str, total: Tensor) -> None:
         sums[what][name] = sums[what].get(name, 0) + total.to(device)
@@ -208,7 +213,7 @@ def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tens
         what = _EXPERTS if is_of_experts(h.parameter) else _REPLICAS
         add(what, h.name, bit_sum(h.parameter.detach(), [0] * len(shape), shape))
     for number, block in enumerate(engine.states.blocks):
-        kinds_of_copy = [_kinds_of_copy(piece.held, stage) for piece in block]
+        kinds_of_copy = [_kinds_of_copy(piece.held, stage, has_copies) for piece in block]
         if any(kinds_of_copy):  # states on NVMe are read
             with engine.states.opened(number) as tensors:
                 for piece, kinds, copies in zip(block, tensors, kinds_of_copy, strict=True):
@@ -221,9 +226,12 @@ def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tens
     return sums
 
 
-def _kinds_of_copy(held: HeldParameter, zero_stage: int) -> list[str]:
-    """Return the kinds of copy of a parameter's state that other ranks hold."""
-    kinds = []
+def _kinds_of_copy(held: HeldParameter, zero_stage: int, has_copies: bool) -> list[str]:
+    """Return the kinds of copy of a parameter's state that other ranks hold.
+
+    - `has_copies`: other ranks hold copies of this rank's shards.
+    """
+    kinds = [_SHARDS] if has_copies else []
     if zero_stage == 0:
         kinds.append(_EXPERTS if is_of_experts(held.parameter) else _REPLICAS)
     if not held.cut.parts:
@@ -234,19 +242,19 @@ def _kinds_of_copy(held: HeldParameter, zero_stage: int) -> list[str]:
 
 
 def _copies(
-    grid: np.ndarray, ends: tuple[int, int], is_sharded: bool, cp_ep: tuple[int, int]
+    grid: np.ndarray, ends: tuple[int, int], num_shards: int, cp_ep: tuple[int, int]
 ) -> Iterator[tuple[str, list[list[int]]]]:
     """Yield each kind of copy with its peers, the ranks whose checksums add up to one copy's.
 
     `grid` [pp, dp, tp] has the global ranks. If the state is sharded over dp, those of a copy are
-    all ranks of its dp group, because unlike stages have unlike shards. With `cp_ep`, the sizes of
-    these axes, rank d of dp x cp owns the experts of d // cp % ep.
+    `num_shards` neighbours along dp, because unlike stages have unlike shards. With `cp_ep`, the
+    sizes of these axes, rank d of dp x cp owns the experts of d // cp % ep.
     """
     pp, dp, tp = grid.shape
     cp, ep = cp_ep
-    shards = [range(d, d + 1) for d in range(dp)]
-    if is_sharded:
-        shards = [range(dp)]
+    shards = [range(d, d + num_shards) for d in range(0, dp, num_shards)]
+    for p, t, place in product(range(pp), range(tp), range(num_shards)):
+        yield _SHARDS, [[int(rank)] for rank in grid[p, place::num_shards, t]]
     for p, t in product(range(pp), range(tp)):
         yield _REPLICAS, [[int(rank)] for rank in grid[p, :, t]]
         for e in range(ep) if ep > 1 else ():

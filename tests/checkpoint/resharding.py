@@ -64,6 +64,7 @@ class Side:
     thresholds: bool = False  # DeepSpeed's own, under which small parameters stay gathered
     muon: bool = False  # in place of AdamW
     ep: int = 1
+    shards: int | None = None
 
     @property
     def world_size(self):
@@ -93,6 +94,8 @@ class Side:
             words.append("muon")
         if self.ep > 1:
             words.append(f"ep{self.ep}")
+        if self.shards:
+            words.append(f"shards{self.shards}")
         return "-".join(words)
 
 
@@ -118,7 +121,11 @@ class Trained(Trainer):
                 batch=BATCH,
                 thresholds=side.thresholds,
                 model=MODELS[side.model],
-                changes={"parallel3d.mesh.ep": side.ep} | (MUON if side.muon else {}),
+                changes={
+                    "parallel3d.mesh.ep": side.ep,
+                    "parallel3d.mesh.dp_shards": side.shards,
+                }
+                | (MUON if side.muon else {}),
             )
         )
 

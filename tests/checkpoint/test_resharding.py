@@ -53,16 +53,19 @@ def check(faults, cases):
 
 
 CP = [Side((1, 1, 2, 1), 3), Side((2, 1, 1), 1)]
+# Copies of shards: the share of a copy is not that of a rank, and pieces end within matrices.
+COPIES = [Side((1, 2, 1), 3, shards=1), Side((1, 4, 1), 1, shards=2)]
 EVERY_MESH = [(target, SOURCES) for target in TARGETS]
 TO_AND_FROM_CP = [(target, CP) for target in CP]
+TO_AND_FROM_COPIES = [(COPIES[1], [COPIES[0], CP[1]]), (CP[1], [COPIES[1]])]
 
 
 @pytest.fixture(scope="module")
 def by_default(tmp_path_factory):
     """The faults of every source on every target of both tests below."""
     root = tmp_path_factory.mktemp("default")
-    save([*SOURCES, *CP], root)
-    return load_all([*EVERY_MESH, *TO_AND_FROM_CP], root)
+    save([*SOURCES, *CP, *COPIES], root)
+    return load_all([*EVERY_MESH, *TO_AND_FROM_CP, *TO_AND_FROM_COPIES], root)
 
 
 def test_every_mesh_loads_on_every_mesh(by_default):
@@ -71,6 +74,10 @@ def test_every_mesh_loads_on_every_mesh(by_default):
 
 def test_checkpoints_move_to_and_from_cp(by_default):
     check({pair: by_default[pair] for pair in pairs(TO_AND_FROM_CP)}, TO_AND_FROM_CP)
+
+
+def test_checkpoints_move_to_and_from_copies(by_default):
+    check({pair: by_default[pair] for pair in pairs(TO_AND_FROM_COPIES)}, TO_AND_FROM_COPIES)
 
 
 def pairs(cases):
@@ -120,6 +127,30 @@ def test_divided_experts_move_between_meshes(tmp_path):
     save(EP, tmp_path)
     cases = [(target, EP) for target in EP]
     check(load_all(cases, tmp_path), cases)
+
+
+MANY_COPIES = [
+    Side((2, 4, 1), 3, "cpu", shards=2),
+    Side((1, 8, 1), 1, shards=4),
+    Side((1, 2, 2, 2), 2, shards=1, precision="bf16"),
+    Side((1, 4, 1), 3, shards=2, thresholds=True),
+    Side((2, 2, 2), 3),
+    Side((1, 1, 1), 0),
+]
+COPIES_OF_EXPERTS = [
+    Side((1, 4, 1), 3, ep=2, shards=2, model="moe"),
+    Side((1, 8, 1), 1, ep=2, shards=4, model="moe"),
+    Side((2, 1, 2), 1, model="moe"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sides", [MANY_COPIES, COPIES_OF_EXPERTS], ids=["gpt", "moe"])
+def test_copies_move_between_meshes(sides, tmp_path):
+    save(sides, tmp_path, timeout=400)
+    cases = [(target, sides) for target in sides]
+    check(load_all(cases, tmp_path, timeout=400), cases)
 
 
 DEEP = {"model": "deep", "stages_per_rank": 2}

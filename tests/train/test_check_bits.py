@@ -102,7 +102,28 @@ def test_copies_over_tp_and_tied_weights():
     check(Case((2, 1, 2), zero_stage=1, **settings()), faults, expected)
 
 
+SHARDS = "copies of shards"
+
+
+def two_shards(number=2):
+    return {"changes": {"parallel3d.mesh.dp_shards": number}}
+
+
+def test_copies_of_shards():
+    """Masters and moments have copies over dp; of three, the wrong rank is named alone."""
+    faults = [(2, "master", CUT, 0), (1, "exp_avg_sq", UNCUT, 31)]
+    expected = [(SHARDS, CUT, [2]), (SHARDS, UNCUT, [1])]
+    check(Case((1, 3, 1), zero_stage=1, **settings(**two_shards(1))), faults, expected)
+
+
 MORE = [
+    (
+        (1, 4, 1),
+        {"zero_stage": 3, "offload": "cpu", **two_shards()},
+        (3, "exp_avg", CUT),
+        (SHARDS, CUT, [1, 3]),
+    ),
+    ((1, 6, 1), {"zero_stage": 3, **two_shards()}, (4, "master", TOKENS), (SHARDS, TOKENS, [4])),
     ((1, 1, 4), {"zero_stage": 3}, (3, "master", UNCUT), (TP, UNCUT, [3])),
     ((1, 2, 2), {"zero_stage": 3}, (3, "exp_avg", UNCUT), (TP, UNCUT, [2, 3])),
     ((1, 2, 2), {"zero_stage": 1, "offload": "cpu"}, (0, "master", UNCUT), (TP, UNCUT, [0, 1])),
