@@ -50,7 +50,7 @@ def test_figures_for_planning_are_plausible(name: str) -> None:
     assert h.memory_bandwidth.value > 2 * link > 4 * network
     assert h.link.latency.value < h.network.latency.value < 1e-4
     assert h.devices_per_node.value in (4, 8, 16, 72)
-    assert 1e9 < h.host.device_bandwidth.value < link
+    assert 1e9 < h.host.device_bandwidth.value <= link  # equal where cards meet in the host
 
 
 def test_aliases_are_unique() -> None:
