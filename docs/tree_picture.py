@@ -60,6 +60,7 @@ WORDS = {
     "parallel3d/verify": ("a config against", "transformers"),
     "parallel3d/extras/guard": ("recomputation, replay,", "memory of hosts"),
     "parallel3d/extras/scaling/on_ranks": ("coordinate", "checks"),
+    "parallel3d/extras/foreign/checkpoints": ("other programs'", "runs"),
     "parallel3d/extras/calibrate": ("measures this", "machine"),
     "parallel3d/extras/doctor": ("checks the hosts", "of a launch"),
     "launch": (),

@@ -1,10 +1,12 @@
-"""Export checkpoints to transformers, and import transformers models and other programs' configs.
+"""Export checkpoints to transformers; import its models, and other programs' configs and runs.
 
 `parallel3d convert export CHECKPOINT --to OUT` takes a checkpoint (step-N) or a run's folder, whose
 newest checkpoint it exports. `import DIR --to OUT` writes a folder for `model.from_pretrained`.
 Both run in one process without a GPU, and check the new folder before it gets its name.
 `config FILE --out ds.json` writes a config for one of nanotron, GPT-NeoX, Megatron-LM or Hugging
-Face's Trainer, and prints what became of each setting.
+Face's Trainer, and prints what became of each setting. `checkpoint SOURCE --to runs/NAME --config
+ds.json` makes a checkpoint of a run of DeepSpeed, torch or transformers' Trainer, with its moments
+and its place in the data.
 """
 
 import argparse
@@ -16,21 +18,31 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from parallel3d.base import atomic, terminal
-from parallel3d.base.arguments import DONE, FAILED, Parser, output_file, prints_errors_as
+from parallel3d.base.arguments import (
+    DONE,
+    FAILED,
+    Parser,
+    output_file,
+    prints_errors_as,
+    whole_number,
+)
 from parallel3d.base.errors import ConfigError
 
 if TYPE_CHECKING:  # torch is imported late, so that a wrong command line is reported first
     from parallel3d.huggingface.conversion import Proof
 
 DTYPES = ("fp32", "bf16", "fp16")
+_CHECKPOINT = "make a checkpoint of a run of DeepSpeed, torch or the Trainer, with its moments"
 
 
 @prints_errors_as("convert")
 def main() -> int:
     """Run the command `convert`; return 1 if a check fails or the disk is full, 2 for bad input."""
-    args = parse_args()
+    args, overrides = parse_args()
     if args.command == "config":
         return convert_config(args)
+    if args.command == "checkpoint":
+        return convert_checkpoint(args, overrides)
     proof, description = convert(args)
     console = terminal.console(args.json)
     say(proof, description, args, console)
@@ -105,8 +117,41 @@ def convert_config(args: argparse.Namespace) -> int:
     return DONE if ok else FAILED
 
 
-def parse_args() -> argparse.Namespace:
-    """Read the command line of `convert`."""
+def convert_checkpoint(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Make a checkpoint of ours from another program's, and print what was taken from it."""
+    from parallel3d.config import RunConfig
+    from parallel3d.data.prepare_progress import shown_progress
+    from parallel3d.extras.foreign.checkpoints import convert as foreign
+    from parallel3d.huggingface import conversion
+
+    config = RunConfig.from_json(args.config, overrides)
+    asked = foreign.Asked(args.step, args.samples_seen, args.accept_changes)
+    conversion.quiet()
+    with shown_progress() as progress:
+        result = foreign.convert(args.source, args.to, config, asked, progress)
+    console = terminal.console(args.json)
+    console.print(f"{args.source}: a checkpoint of {result.program}")
+    for line in result.taken:
+        console.print(f"{'taken':<14}{line}")
+    for line in result.differs:
+        console.print(f"{'DIFFERS':<14}{line}")
+    console.print(
+        f"{'proved':<14}weights and moments of {result.num_parameters:,} parameters, read back and "
+        "compared with the source"
+    )
+    console.print(f"wrote {result.folder}, {result.num_bytes:,} bytes; to go on with it:")
+    directory = f"--run.directory {args.to.parent} --run.name {args.to.name}"
+    console.print(f"parallel3d train --config {args.config} {directory}")
+    if args.json:
+        position = {"step": result.position.step, "samples": result.position.next_sample}
+        keys = ("program", "taken", "differs", "num_parameters", "num_bytes")
+        shown = {key: getattr(result, key) for key in keys}
+        print(json.dumps({"ok": True, "folder": str(result.folder), **position, **shown}))
+    return DONE
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    """Read the command line of `convert`: its options, and settings by path for `checkpoint`."""
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     text = "export a checkpoint to a folder that transformers loads, and check it"
@@ -138,7 +183,27 @@ def parse_args() -> argparse.Namespace:
     add("files", nargs="+", metavar="FILE", help=text)
     add("--out", type=output_file, metavar="FILE", help="the new config (default: print it)")
     config.add_json()
-    return parser.parse_args()
+    add_checkpoint(commands.add_parser("checkpoint", help=_CHECKPOINT, description=_CHECKPOINT))
+    args, overrides = parser.parse_known_args()
+    if overrides and args.command != "checkpoint":
+        parser.error(f"{overrides[0]}: unknown option")
+    return args, overrides
+
+
+def add_checkpoint(command: Parser) -> None:
+    """Add the options of `checkpoint`."""
+    add = command.add_argument
+    text = "a folder of DeepSpeed, of torch (DCP), or of transformers' Trainer"
+    add("source", type=Path, metavar="SOURCE", help=text)
+    add("--to", type=Path, required=True, metavar="RUN", help="the new run's folder: runs/NAME")
+    command.add_config()
+    text = "steps done, if the source does not say it"
+    add("--step", type=whole_number(0), metavar="N", help=text)
+    text = "samples trained on, over all ranks, if the source does not say it"
+    add("--samples-seen", type=whole_number(0, 2**62), metavar="N", help=text)
+    text = "go on with the config's learning rate, betas, eps and decay, also if the source differs"
+    add("--accept-changes", action="store_true", help=text)
+    command.add_json()
 
 
 def add_outputs(command: Parser) -> None:

@@ -1,0 +1,1 @@
+"""Checkpoints of other programs: readers that run no foreign code, and our checkpoint of each."""
