@@ -207,7 +207,9 @@ def _block_of(family: ModuleType, config: Mapping[str, object]) -> dict[str, obj
     try:
         block: dict[str, object] = family.model_block(fields)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"has a field of a wrong kind ({error}); download it again") from None
+        raise ConfigError(
+            f"has a field that cannot be read ({error}); mend it, or download it again"
+        ) from None
     fields.finish()
     return block
 

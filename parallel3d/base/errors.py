@@ -1,5 +1,7 @@
 """Errors that a user can cause. Each message names the place, the value, the rule and a remedy."""
 
+import errno
+
 from parallel3d.base.masking import mask
 
 
@@ -32,6 +34,15 @@ class TrainingError(RuntimeError):
 
 class RankError(RuntimeError):
     """An error of a single rank, such as a file that shrank; commands exit with code 1."""
+
+
+def remedy_of(error: OSError, otherwise: str) -> str:
+    """Return what helps against an error of writing: room, rights, or `otherwise`."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "give this user the right to write there"
+    return otherwise
 
 
 def first_line(error: BaseException) -> str:

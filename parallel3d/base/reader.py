@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import parallel3d
-from parallel3d.base.errors import ConfigError
+from parallel3d.base.errors import ConfigError, first_line
 from parallel3d.base.section import ABSENT
 
 JsonObject = dict[str, object]  # a block of settings as it is read or written
@@ -56,11 +56,16 @@ def text_of(path: Path) -> str:
     """Return the text of a file; raise ConfigError if it cannot be read as UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"cannot read {path}: byte 0x{error.object[error.start]:02x} at offset {error.start} "
+            f"is not UTF-8 ({error.reason}); convert it to UTF-8, if it is a text file"
+        ) from None
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError):
-            remedy = "name a file that exists and can be read"
-            raise ConfigError(f"cannot read {path}: {error.strerror}; {remedy}") from None
-        raise ConfigError(f"cannot read {path}: {error}; use a UTF-8 text file") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot read {path}: {reason}; name a file that exists and can be read"
+        ) from None
 
 
 def parse(text: str, source: str = "config") -> JsonObject:
@@ -183,10 +188,8 @@ def _load(text: str, source: str) -> object:
         ) from None
     except ConfigError:
         raise
-    except (RecursionError, ValueError) as error:  # thousands of nested blocks, or of digits
-        raise ConfigError(
-            f"{source}: cannot be read as JSON ({error}); shorten or flatten it"
-        ) from None
+    except (RecursionError, ValueError) as error:  # such as a number of thousands of digits
+        raise ConfigError(f"{source}: cannot be read ({first_line(error)})") from None
 
 
 def _refuse_depth(text: str, source: str) -> None:

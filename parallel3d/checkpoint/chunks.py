@@ -324,9 +324,10 @@ class ChunkFile(ArrayFile):
             self.chunks = _parse(self) if chunks is None else chunks
         except (OSError, ValueError) as error:
             self.close()
-            raise CheckpointError(
-                f"{path}: not a safetensors file of chunks: {error}; use another checkpoint"
-            ) from None
+            what = "not a safetensors file of chunks"
+            if isinstance(error, OSError):
+                what = "cannot be read"
+            raise CheckpointError(f"{path}: {what}: {error}; use another checkpoint") from None
 
     def read(self, chunk: Chunk, box: Box, out: Tensor) -> None:
         """Fill `out` with a box of the chunk; raises CheckpointError.

@@ -247,7 +247,7 @@ def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path
     except Exception as error:
         lines = str(error).strip().splitlines()
         reason = unreachable or (lines[0] if lines else type(error).__name__)
-        rule = f"is not a local folder, and neither on the hub nor in its cache ({reason})"
+        rule = f"is not a local folder, and cannot be fetched from the hub or its cache ({reason})"
         raise Problems([Problem(PATH, name, rule, _DOWNLOAD)]) from None
     finally:
         enable_progress_bars()

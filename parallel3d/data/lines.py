@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import IO, cast
 
-from parallel3d.base.errors import DataError
+from parallel3d.base.errors import DataError, first_line
 
 PIECE_BYTES = 2**20
 # Reasons for leaving out a document. Empty documents are not reported as flaws.
@@ -191,8 +191,12 @@ def json_text(line: bytes, place: str, field: str) -> bytes:
         value = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise not_utf8(error, place) from None
-    except (ValueError, RecursionError) as error:
+    except json.JSONDecodeError as error:
         raise Flaw("not JSON", f"{place} is not JSON: {error}; {example}") from None
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        raise Flaw(
+            "not readable", f"{place} cannot be read: {first_line(error)}; fix or remove the line"
+        ) from None
     if not isinstance(value, dict):
         raise Flaw("not JSON", f"{place} is {_json_type(value)}, not an object; {example}")
     texts = [*_values_at(value, field)]

@@ -237,8 +237,8 @@ class ShardCache:
             return True
         except OSError as error:
             raise DataError(
-                f"{self.folder} cannot be written ({error.strerror or error}); set data.cache to a"
-                " writable folder, and data.stream_cache_bytes to the space that it may use"
+                f"{self.folder} cannot be filled ({error}); set data.cache to a writable folder,"
+                " and data.stream_cache_bytes to the space that it may use"
             ) from error
         finally:
             need.unlink(missing_ok=True)

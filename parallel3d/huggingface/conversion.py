@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
 
 from parallel3d import models
-from parallel3d.base.errors import ConfigError, TrainingError, first_line
+from parallel3d.base.errors import ConfigError, TrainingError, first_line, remedy_of
 from parallel3d.checkpoint.chunks import memory_of, recycled
 from parallel3d.checkpoint.disk import remove_folder
 from parallel3d.config.pretrained import derive_model_block, read_config
@@ -392,7 +392,8 @@ def _publish_if_proved(to: Path, layout: WeightFiles, write: Callable[[Path], Pr
             publish(unfinished, to)
     except OSError as error:
         raise TrainingError(
-            f"cannot write {to} ({error}); free some space, or name another folder with --to"
+            f"the conversion to {to} failed ({error}); "
+            f"{remedy_of(error, 'mend that')}, or name another folder with --to"
         ) from error
     finally:
         remove_folder(unfinished)

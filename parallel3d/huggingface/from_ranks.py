@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from parallel3d.base.atomic import sync
-from parallel3d.base.errors import TrainingError
+from parallel3d.base.errors import TrainingError, remedy_of
 from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import CompleteConfig
 from parallel3d.data.corpus import Corpus
@@ -116,6 +116,6 @@ def _ending_the_run(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise TrainingError(
             f"cannot write the trained weights to {directory} ({error}); the checkpoints are not "
-            "affected: free some space and run the same command again, or set "
-            "parallel3d.run.save_weights to false"
+            f"affected: {remedy_of(error, 'mend the folder')} and run the same command again, or "
+            "set parallel3d.run.save_weights to false"
         ) from error

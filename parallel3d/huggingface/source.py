@@ -240,9 +240,12 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
                 tensors.append(
                     StoredTensor(name, path, begin + first, tuple(shape), entry["dtype"])
                 )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+        except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{path}: is not a valid safetensors file ({error}); download it again"
+                f"{path}: its header is not that of a safetensors file ({error}); download or "
+                "write it again"
             ) from None
     return tensors
 
@@ -351,7 +354,10 @@ class PublishedWeights:
                 target = target.narrow(dim, start, piece.numel).unflatten(dim, piece.shape)
             offsets = list(chain.from_iterable(piece.offsets for piece, _ in pieces))
             stored_offsets = tuple(offsets[dim] for dim in inverse)
-            self.stored[part.name].read(part.shape, stored_offsets, target.permute(inverse))
+            values = target.permute(inverse)
+            stored = self.stored[part.name]
+            stored.read(part.shape, stored_offsets, values)
+            _check_finite(stored, part.shape, stored_offsets, values)
 
     def _parts(self, name: str) -> tuple[Part, ...]:
         family: Any = self._family
@@ -412,6 +418,30 @@ class PublishedWeights:
                 f"{self.folder}: {name} has the type {stored.type}; supported types are "
                 f"{', '.join(DTYPES)}; use a model that is not quantised"
             )
+
+
+def _check_finite(
+    stored: StoredTensor, shape: Sequence[int], offsets: Sequence[int], values: Tensor
+) -> None:
+    """Raise CheckpointError if a part of a stored tensor has a value that is not finite.
+
+    - `shape`: the tensor's, whose dims may be split.
+    - `offsets`: first index of the part in each dim of `shape`.
+    - `values`: the part.
+    """
+    wrong = values.isfinite().logical_not_()
+    if not wrong.any():
+        return
+    first = wrong.nonzero()[0].tolist()
+    number = 0
+    for size, start, i in zip(shape, offsets, first, strict=True):
+        number = number * size + start + i
+    index = [int(i) for i in torch.unravel_index(torch.tensor(number), stored.shape)]
+    raise CheckpointError(
+        f"{stored.path}: the tensor {stored.name} has values that are not finite: "
+        f"{values[tuple(first)].item()} at {index}, {int(wrong.sum()):,} of {wrong.numel():,} read "
+        "here; use a copy of the model without them"
+    )
 
 
 def _blocks_of(

@@ -114,17 +114,19 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
 
 
 def lost_peer(error: Exception) -> str:
-    """Return one line on an error that says another rank died or is silent; else ""."""
+    """Return one line on an error of the backend, which another rank may have caused; else ""."""
     # gloo raises plain RuntimeErrors: "[<source file>] <reason>. This is typically ..."
     text = re.sub(r"^\[[^]]*gloo/[^]]*\] ", "", str(error)).partition(". This is typically")[0]
     is_lost = isinstance(error, dist.DistError) or text != str(error)
-    return f"another rank died or is silent, so this one ends ({text})" if is_lost else ""
+    return (
+        f"a collective failed; another rank may have died or be silent ({text})" if is_lost else ""
+    )
 
 
 def meet(launch: Launch, patience: timedelta) -> dist.Store:
     """Return the store through which the ranks find each other; waits up to `patience`.
 
-    Raises RankError if the launcher is not known and the other ranks do not come.
+    Raises RankError if the port is taken, or the other ranks do not come.
     """
     global _store
     # Here, because rank 0 may refuse to start, and say so, before it joins.
@@ -138,16 +140,7 @@ def meet(launch: Launch, patience: timedelta) -> dist.Store:
                 dist.rendezvous("env://", launch.rank, launch.world_size, timeout=wait)
             )
         except dist.DistError as error:
-            if launch.is_known:
-                raise
-            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            reason = str(error).partition("\n")[0]
-            raise RankError(
-                f"the {launch.world_size} ranks have not met at {place} within "
-                f"{wait.total_seconds():.0f} s ({reason}). The launcher is not one that parallel3d "
-                f"knows; found {describe_variables()}. Start all ranks at once, with a "
-                "MASTER_ADDR that each can reach, or use deepspeed, torchrun, srun or mpirun"
-            ) from None
+            raise RankError(_not_met(launch, str(error).partition("\n")[0], wait)) from None
         _store.set_timeout(patience)
     store = _store
     # On one node torchrun's store survives a restart; on several, `--rdzv_backend c10d` renews it.
@@ -155,6 +148,26 @@ def meet(launch: Launch, patience: timedelta) -> dist.Store:
         store = dist.PrefixStore(f"attempt {launch.restart_count}", store)
     # With the same keys, addresses of a destroyed group would be taken for those of the new one.
     return dist.PrefixStore(f"group {_times_joined}", store) if _times_joined else store
+
+
+def _not_met(launch: Launch, reason: str, wait: timedelta) -> str:
+    """Return the message of a rank that found no others, for the store's own `reason`."""
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if re.search("listen|EADDRINUSE", reason):
+        return (
+            f"cannot serve the ranks' store at {place} ({reason}); end the process that has this "
+            "port, or set MASTER_PORT to a free one"
+        )
+    met = (
+        f"the {launch.world_size} ranks have not met at {place} within {wait.seconds} s ({reason})"
+    )
+    if launch.is_known:
+        return f"{met}. Start all ranks, with a MASTER_ADDR that each can reach"
+    return (
+        f"{met}. The launcher is not one that parallel3d knows; found {describe_variables()}. "
+        "Start all ranks at once, with a MASTER_ADDR that each can reach, or use deepspeed, "
+        "torchrun, srun or mpirun"
+    )
 
 
 def _refuse_lost_store() -> None:

@@ -16,7 +16,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from parallel3d.base.atomic import replace_text
-from parallel3d.base.errors import ConfigError, TrainingError
+from parallel3d.base.errors import ConfigError, TrainingError, remedy_of
 from parallel3d.base.lock import Lock, LockHeld, read
 from parallel3d.base.say import Say
 from parallel3d.base.section import Section
@@ -127,8 +127,8 @@ def written_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"the run's folder {folder} cannot be written ({error.strerror}); free some space, or "
-            "set parallel3d.run.directory to another folder"
+            f"the run's folder {folder} cannot be written ({error.strerror}); "
+            f"{remedy_of(error, 'mend it')}, or set parallel3d.run.directory to another folder"
         ) from None
 
 

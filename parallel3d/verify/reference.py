@@ -358,7 +358,7 @@ def load_model(
     except ValueError as error:
         raise ConfigError(
             f"parallel3d.model.parametrization: {type(model).__name__} has no attention scale to "
-            "change, so verify has no model to compare with; leave base_head_size out"
+            f"change ({error}), so verify has no model to compare with; leave base_head_size out"
         ) from error
     return model, family
 

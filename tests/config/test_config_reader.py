@@ -3,6 +3,7 @@
 import json
 import re
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_comments_and_trailing_commas_are_accepted():
         ("", ["line 1", "the text ends there"]),
         ('{"a": {"b": 1}\n', ["line 2", "the text ends there"]),
         ("[" * 100_000, ["line 1", "more than 100 blocks or lists"]),
-        ('{"a": ' + 5000 * "9" + "}", ["cannot be read as JSON", "digits"]),
+        ('{"a": ' + 5000 * "9" + "}", ["cannot be read (", "digits"]),
     ],
 )
 def test_bad_json_is_refused_with_its_place(text, words):
@@ -91,7 +92,7 @@ def test_byte_order_mark_is_skipped(tmp_path):
 def test_file_without_utf8_text_is_refused(tmp_path, content):
     file = tmp_path / "ds.json"
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"cannot read .*ds.json: .*; use a UTF-8 text file"):
+    with pytest.raises(ConfigError, match=r"cannot read .*ds.json: .*is not UTF-8 .*; convert it"):
         read(file)
 
 
@@ -181,3 +182,25 @@ def test_other_entries_give_one_message(path: str, message: str) -> None:
     raw = deepcopy(LISTED)
     with pytest.raises(ConfigError, match=re.escape(f"--{path}: {message}")):
         reader.set_values(raw, [(path, "1")])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": "caf\xe9"}', "byte 0xe9 at offset 10 is not UTF-8"),
+        (b"\xff\xfe{\x00}\x00", "byte 0xff at offset 0 is not UTF-8"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "cannot be read (Exceeds the limit"),
+    ],
+)
+def test_unreadable_file_is_reported_by_its_own_error(tmp_path, content, message) -> None:
+    file = tmp_path / "odd.json"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        read(file)
+    assert str(file) in str(caught.value)
+
+
+def test_null_byte_in_a_path_is_not_called_an_encoding_error() -> None:
+    with pytest.raises(ConfigError, match="embedded null byte") as caught:
+        read(Path("a\0b"))
+    assert "UTF-8" not in str(caught.value)

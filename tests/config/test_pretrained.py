@@ -298,7 +298,7 @@ REFUSED = [
 )
 def test_field_of_a_wrong_type_gives_a_message(config, tmp_path):
     folder = published(tmp_path / "model", config)
-    assert f"{folder / 'config.json'}: has a field of a wrong kind" in refused(folder)
+    assert f"{folder / 'config.json'}: has a field that cannot be read" in refused(folder)
 
 
 @pytest.mark.parametrize(("config", "expected"), REFUSED)
@@ -432,7 +432,7 @@ def test_hub_model_is_recorded_with_its_commit(tmp_path, monkeypatch):
         assert (origin.folder, origin.revision) == ("somebody/small", COMMIT)
         assert origin.weights is None, "the commit identifies the weights"
     message = refused("somebody/small@other")
-    assert "neither on the hub nor in its cache (no answer of mine)" in message
+    assert "cannot be fetched from the hub or its cache (no answer of mine)" in message
 
 
 def test_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):

@@ -17,7 +17,7 @@ LONG = "x" * 5000  # no file system takes such a name
     ("name", "rule"),
     [
         (f"/{LONG}", "is not a folder; "),
-        ("~no such user/x", "is not a folder; "),
+        ("~no such user/x", "names the folder of a user who is not known; "),
         ("/x\0y", "is not a folder; "),
     ],
     ids=["long", "user", "null"],
@@ -33,7 +33,7 @@ def test_name_too_long_for_the_hub_cache_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     message = refused("y" * 250)
-    assert "is not a local folder, and neither on the hub" in message
+    assert "is not a local folder, and cannot be fetched from the hub" in message
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,8 @@ GOOD = '{"text": "good"}\n'
 BAD_LINES = [
     ('{"text": "a"', r"rows\.jsonl, line 2 is not JSON: .* column 13 .*; write one object"),
     ("plain words", r"line 2 is not JSON: Expecting value: .*column 1"),
-    ("[" * 100_000, r"line 2 is not JSON: maximum recursion depth"),
+    ("[" * 100_000, r"line 2 cannot be read: maximum recursion depth"),
+    (f'{{"n": {"9" * 5000}, "text": "a"}}', r"line 2 cannot be read: Exceeds the limit .*digits"),
     ('["a"]', r"line 2 is a list, not an object; .*\{\"text\": \"\.\.\.\"\}"),
     ('{"body": "a", "id": 1}', r'line 2 has no field "text"; it has "body"; set text_field'),
     ("{}", r'line 2 has no field "text"; it has none'),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from parallel3d import models
 from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.checkpoint.chunks import Box
 from parallel3d.config.pretrained import derive_model_block, read_config
+from parallel3d.huggingface import source
+from parallel3d.huggingface.conversion import import_folder
 from parallel3d.huggingface.source import PublishedWeights
 from tests.huggingface.published import MODELS, save
 
@@ -140,7 +143,7 @@ def test_weights_that_contradict_config_json_are_refused(damage, folders, tmp_pa
 def test_truncated_file_is_refused(cut, folders, tmp_path):
     data = (folders["llama2"] / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:cut])
-    with pytest.raises(CheckpointError, match="is not a valid safetensors file"):
+    with pytest.raises(CheckpointError, match="header is not that of a safetensors file"):
         PublishedWeights(tmp_path, config_of(folders["llama2"]))
 
 
@@ -153,3 +156,33 @@ def test_name_in_two_shards_is_refused(folders, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"is also in a\.safetensors"):
         PublishedWeights(tmp_path, config_of(folders["llama2"]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "mixtral"])
+def test_value_that_is_not_finite_is_refused_with_its_tensor(name, value, folders, tmp_path):
+    """In what is read alone: a rank that has another part of the tensor goes on to `agree`."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(folders[name], folder)
+    tensors = load_file(folder / "model.safetensors")
+    stored = next(key for key, tensor in tensors.items() if tensor.dim() == 2)
+    tensors[stored][3, 5] = value
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=rf"the tensor {stored} has .* {value} at \[3, 5\], 1"
+    ):
+        import_folder(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+    weights = opened(folder)
+    ours = next(key for key, shape in weights.shapes.items() if len(shape) == 2)
+    rest = Box((8, 0), (2, weights.shapes[ours][1]))
+    weights.read(ours, rest, torch.empty(rest.shape))
+
+
+def test_error_of_the_disk_is_not_one_of_the_format(folders, monkeypatch):
+    def broken(file):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(source, "read_header", broken)
+    with pytest.raises(CheckpointError, match=r"cannot be read: Input/output error$"):
+        opened(folders["gpt2"])

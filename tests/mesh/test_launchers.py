@@ -2,6 +2,9 @@
 
 import os
 import re
+import socket
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
@@ -118,6 +121,20 @@ def test_rank_of_an_unknown_launcher_waits_briefly_for_the_others(launch_of, mon
     launch = launch_of({"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank} | place)
     with pytest.raises(RankError, match=r"the 2 ranks have not met at 127.0.0.1.*found LOCAL_RANK"):
         join.meet(launch, join.STARTUP_TIMEOUT)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_port_in_use_is_said_and_no_rank_is_accused(launch_of, monkeypatch, is_known):
+    monkeypatch.setattr(join, "_store", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        launch = launch_of({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0} | place)
+        with pytest.raises(RankError) as caught:
+            join.meet(replace(launch, is_known=is_known), timedelta(seconds=5))
+    message = str(caught.value)
+    assert f"cannot serve the ranks' store at 127.0.0.1:{port}" in message
+    assert "in use" in message and "died" not in message and "not met" not in message
 
 
 HARMLESS = [{}, {"WORLD_SIZE": 1}, {"NODE_RANK": 0}, {"MASTER_ADDR": "node0"}]

@@ -17,7 +17,15 @@ from pathlib import Path
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.id_file import INTEGERS, TokenFile, column, flat, num_bytes, wrong_size
+from parallel3d.data.ids.id_file import (
+    INTEGERS,
+    TokenFile,
+    column,
+    flat,
+    num_bytes,
+    unreadable,
+    wrong_size,
+)
 
 NUMPY = b"\x93NUMPY"
 # llm.c's magic number and version, and the type of the ids.
@@ -45,6 +53,8 @@ def read(path: str, dtype: np.dtype) -> TokenFile:
 def _read_numpy(path: str, size: int) -> TokenFile:
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        raise unreadable(path, error) from error
     # Broad: numpy parses the header as Python, and passes on any error of its tokenizer and parser.
     except Exception as error:
         reason = next((text for text in error.args if isinstance(text, str)), repr(error))
