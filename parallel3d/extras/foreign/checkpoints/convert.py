@@ -26,6 +26,7 @@ from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.config.deepspeed import file_of
 from parallel3d.config.learning_rate import rate
+from parallel3d.config.pretrained import derive_model_block, read_config
 from parallel3d.data.batches import check_length, tokens_of_epoch
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import pack, prepare
@@ -36,8 +37,10 @@ from parallel3d.extras.foreign.checkpoints.source import Source
 from parallel3d.extras.foreign.checkpoints.tensors import KINDS
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.model.spec import LayerSpec, ParamSpec, named_params, tied_names
+from parallel3d.models.pretrained import free_settings
 
 _SHARD = "shard-00000-of-00001.safetensors"
+_DERIVED = ("head_dim", "intermediate_size", "num_key_value_heads")
 _WORDS = {"master": "weight", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
 
 
@@ -98,6 +101,7 @@ def convert(
     """
     _check_new(to)
     _check_optimizer(config)
+    _check_architecture(path, config)
     names = Names(config.model)
     source = open_source(path, names)
     corpus = pack(prepare(config.data, progress), config.data, progress)
@@ -153,6 +157,27 @@ def _check_optimizer(config: RunConfig) -> None:
         raise ConfigError(
             f'parallel3d.model.parametrization.type = "{kind}": the weights of another program '
             'have none; use "standard"'
+        )
+
+
+def _check_architecture(path: Path, config: RunConfig) -> None:
+    """Raise ConfigError if a config.json beside the checkpoint has another model than the config.
+
+    Weights do not show how a model computes: the eps of its norms, its rotations, its windows.
+    """
+    if not (path / "config.json").is_file():
+        return
+    family = config.model.family
+    block = derive_model_block(path, read_config(path), family)
+    theirs = models.config_class(family).model_validate(block).model_dump()
+    for name, own in config.model.model_dump().items():
+        is_open = name in (*free_settings(family), "from_pretrained", "parametrization")
+        # Sizes that are left out follow from others, and shapes show them; so does the tokenizer's.
+        if is_open or own == theirs[name] or own == "auto" or (own is None and name in _DERIVED):
+            continue
+        raise ConfigError(
+            f"parallel3d.model.{name} = {own!r}: {path / 'config.json'} says {theirs[name]!r}; set "
+            "it to that"
         )
 
 
@@ -387,11 +412,16 @@ def _write(
         box = Box((0,) * len(spec.shape), tuple(spec.shape))
         chunks += [Chunk(name, kind, box) for kind in KINDS]
     stamps: dict[Chunk, str] = {}
+    problems: list[CheckpointError] = []
 
     def arrays() -> Iterator[np.ndarray]:
         for done, chunk in enumerate(chunks):
             progress("converting (tensors)", done, len(chunks))
-            value = state.read(chunk.kind, chunk.name).contiguous()
+            try:
+                value = state.read(chunk.kind, chunk.name).contiguous()
+            except CheckpointError as error:
+                problems.append(error)
+                raise
             stamps[chunk] = xxh3_128_hexdigest(memory_of(value))
             yield value.numpy()
 
@@ -413,6 +443,9 @@ def _write(
             disk.remove_folder(partial)
             folder.parent.rmdir()
             folder.parent.parent.rmdir()
+        # Reading the source failed, not writing to the disk.
+        if problems:
+            raise problems[0] from None
         raise
 
 

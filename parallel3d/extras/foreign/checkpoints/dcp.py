@@ -137,12 +137,13 @@ def open_dcp(folders: Iterable[Path], order: Mapping[str, tuple[int, ...]]) -> S
         if not _STATE.fullmatch(name) and name not in _STEPS:
             source.tensors["master"][name] = tensor
     groups, members = _groups(of_other)
+    for kept in state.by_name.values():
+        check_adamw(kept, source.folder)
     names = {name: name for name in state.by_name}
     if state.is_numbered:
         names = _named(state, members, order, source.folder)
         members = [[names[number] for number in of_group] for of_group in members]
     for own, kept in state.by_name.items():
-        check_adamw(kept, source.folder)
         for kind in ("exp_avg", "exp_avg_sq"):
             source.add(kind, names[own], kept[kind])
     counted = next(iter(state.by_name.values())).get("step")

@@ -39,8 +39,8 @@ class OfIds:
             return found
         raise CheckpointError(
             f"{self._path}: {sum(map(len, self.ids))} parameters in {len(self.ids)} groups do not "
-            f"fit the {len(shapes)} of the model; save the optimizer with named parameters: "
-            "AdamW(model.named_parameters()), or torch's get_optimizer_state_dict"
+            f"fit the {len(shapes)} of the model; set parallel3d.model to that of the run, or save "
+            "the optimizer with named parameters: AdamW(model.named_parameters())"
         )
 
     def fit(self, shapes: Shapes) -> bool:

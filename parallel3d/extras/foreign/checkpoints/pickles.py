@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._weights_only_unpickler import _get_allowed_globals
 
 from parallel3d.base.errors import CheckpointError, first_line
 from parallel3d.checkpoint.chunks import ArrayFile, empty
@@ -210,7 +211,7 @@ def _place(tensor: Tensor, path: Path) -> Stored:
 
 def _why_no_zip(path: Path) -> str:
     for name in _classes_in(path.read_bytes()[:_MOST_BYTES_SCANNED]):
-        if not name.startswith(("torch.", "collections.")):
+        if not _is_known(name):
             return f"{path}: {_refused(name)}"
     return f"{path}: is not a file of torch.save (a zip archive); load and save it with torch again"
 
@@ -220,11 +221,15 @@ def _refusal(message: str, data: bytes) -> str:
     match = re.search(r"GLOBAL ([\w.]+)", message)
     if match:
         return _refused(match[1])
-    known = (*_STAND_INS, *_PLAIN)
     for name in _classes_in(data[:_MOST_BYTES_SCANNED]):
-        if name not in known and not name.startswith("torch."):
+        if not _is_known(name):
             return _refused(name)
     return f"is refused by torch's weights-only loader ({message.splitlines()[0][:200]})"
+
+
+def _is_known(name: str) -> bool:
+    """Return True if a name is one that torch's weights-only loader or this file knows."""
+    return name in (*_STAND_INS, *_PLAIN) or name in _get_allowed_globals()
 
 
 def _refused(name: str) -> str:
@@ -234,23 +239,25 @@ def _refused(name: str) -> str:
 
 
 def _classes_in(data: bytes) -> Iterator[str]:
-    """Yield the names of the classes and functions that the first pickle in `data` asks for."""
-    start = data.find(b"\x80")  # the first opcode of a pickle, also in an archive
-    texts = list[str]()
-    memo: dict[object, str] = {}
-    try:
-        for opcode, argument, _ in pickletools.genops(data[max(start, 0) :]):
-            if opcode.name in ("GLOBAL", "INST"):
-                yield str(argument).replace(" ", ".")
-            elif opcode.name == "STACK_GLOBAL":
-                yield ".".join(texts[-2:])
-            elif opcode.name == "MEMOIZE":
-                memo[len(memo)] = texts[-1] if texts else ""
-            elif opcode.name in ("BINPUT", "LONG_BINPUT"):
-                memo[argument] = texts[-1] if texts else ""
-            elif opcode.name in ("BINGET", "LONG_BINGET"):
-                texts.append(memo.get(argument, ""))
-            elif isinstance(argument, str):
-                texts.append(argument)
-    except ValueError:  # not a pickle, or its end is missing
-        return
+    """Yield the names of the classes and functions that the pickles in `data` ask for."""
+    file = io.BytesIO(data)
+    file.seek(max(data.find(b"\x80"), 0))  # the first opcode of a pickle, also in an archive
+    while True:  # an old file of torch.save has several, one after another
+        texts = list[str]()
+        memo: dict[object, str] = {}
+        try:
+            for opcode, argument, _ in pickletools.genops(file):
+                if opcode.name in ("GLOBAL", "INST"):
+                    yield str(argument).replace(" ", ".")
+                elif opcode.name == "STACK_GLOBAL":
+                    yield ".".join(texts[-2:])
+                elif opcode.name == "MEMOIZE":
+                    memo[len(memo)] = texts[-1] if texts else ""
+                elif opcode.name in ("BINPUT", "LONG_BINPUT"):
+                    memo[argument] = texts[-1] if texts else ""
+                elif opcode.name in ("BINGET", "LONG_BINGET"):
+                    texts.append(memo.get(argument, ""))
+                elif isinstance(argument, str):
+                    texts.append(argument)
+        except ValueError:  # not a pickle, or its end is missing
+            return

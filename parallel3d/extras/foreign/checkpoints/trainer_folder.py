@@ -46,13 +46,14 @@ def open_trainer(folder: Path, order: Mapping[str, tuple[int, ...]]) -> Source:
             source.add("master", stored.name, whole(own))
     optimizer = load(path)
     groups = optimizer["param_groups"]
+    for own_state in optimizer["state"].values():
+        check_adamw(own_state, path)
     ids = OfIds(groups, optimizer["state"], path)
     names = ids.names(order)
     steps = None
     for of_group, numbers in zip(names, ids.ids, strict=True):
         for name, key in zip(of_group, numbers, strict=True):
             own_state = optimizer["state"][key]
-            check_adamw(own_state, path)
             steps = own_state.get("step", steps)
             for kind in ("exp_avg", "exp_avg_sq"):
                 source.add(kind, name, whole(own_state[kind]))
