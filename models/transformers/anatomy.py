@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 from transformers import CONFIG_MAPPING
+from transformers.pytorch_utils import Conv1D
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.model.spec import CutOver, Init, ParamSpec
@@ -157,7 +158,7 @@ def _spec(name: str, like: nn.Parameter, place: Place, init: Init) -> ParamSpec:
     cut: CutOver = ("experts",) if place.experts else ()
     if place.dim is not None:
         cut = (*cut, *[None] * (place.dim - len(cut)), "tensor")
-    decays = like.dim() > 1  # matrices, and experts'
+    decays = like.dim() > 1 and not name.endswith("bias")  # matrices, and experts'
     return ParamSpec(
         name,
         place.shape,
@@ -181,9 +182,9 @@ def _is_hidden(layer: nn.Module, name: str) -> bool:
     """True for the weight of a linear layer or of experts, but not of a router."""
     owner, _, leaf = name.rpartition(".")
     module = layer.get_submodule(owner)
-    if isinstance(module, nn.Linear):
-        return leaf == "weight" and not owner.endswith("gate")
-    is_packed = hasattr(module, "is_concatenated") and not module.is_transposed
+    if isinstance(module, nn.Linear | Conv1D):
+        return leaf == "weight" and not owner.endswith(("gate", "router"))
+    is_packed = hasattr(module, "is_concatenated")
     return is_packed and layer.get_parameter(name).dim() == 3
 
 

@@ -84,10 +84,10 @@ class Table(nn.Module):
         self.table = table
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [batch, seq] -> [batch, seq, size], on each rank."""
+        """tokens [batch, seq] -> [batch, seq, size], or this rank's part of the sequence."""
         local, outside = local_ids(tokens, *cut_of(self.table.weight).bounds[0])
         vectors = self.table(local).masked_fill(outside.unsqueeze(-1), 0.0)
-        return reduce_from_group(vectors, _whole(self.context))
+        return reduce_from_group(vectors, self.context)
 
 
 class Embedding(_Around):
@@ -100,13 +100,16 @@ class Embedding(_Around):
             like = getattr(skeleton.base, child)
             own = copied(like, _whole(context), f"{name}.{child}", skeleton.rms_norms)
             if child == skeleton.token:
-                own = Table(like, context)
+                own = Table(like, context if skeleton.has_plain_table else _whole(context))
             self.add_module(child, own)
         replaced = dict(self.named_children()) | _dropouts(skeleton, name, _whole(context))
         self.open(*skeleton.around(0, None, replaced))
 
     def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
         """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
+        if self.skeleton.has_plain_table:
+            table: Tensor = self._modules[self.skeleton.token](tokens)  # type: ignore[misc]
+            return table
         _, x = self.called(tokens, segments, None, input_ids=tokens)
         return own_tokens(x, self.context)
 
@@ -181,7 +184,7 @@ class Head(_Around):
         """
         self.called(x, None, x)
         caught: Any = self.caught
-        x = caught.x
+        x = caught.x.view(*x.shape[:2], -1)  # GPT-2's views it as whole sequences
         caught.x = None
         return self.output(x * self.scale if self.scale != 1 else x, labels, weights)
 

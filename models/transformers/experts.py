@@ -68,8 +68,6 @@ def _made(experts: Any, rows: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
 def _product(experts: Any, name: str, rows: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
     """Multiply rows [rows, in], sorted by expert, by the weights `name` of their experts."""
     weight = getattr(experts, name)
-    if experts.is_transposed:
-        weight = weight.flatten(2).mT.contiguous()
     y = grouped_linear(rows, weight, ends)
     if not experts.has_bias:
         return y

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parallel3d.models.pretrained import Part
 from parallel3d.models.transformers.anatomy import settings_of, skeleton_of
-from parallel3d.models.transformers.regions import LayerPlan
+from parallel3d.models.transformers.regions import LayerPlan, Place
 from parallel3d.models.transformers.skeleton import biases_of
 from parallel3d.models.transformers.spec import Config
 
@@ -75,32 +75,34 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
     found = {}
     for name, value in weights.items():
         own = name_of(config, name)
-        found[own] = _in_their_order(config, own, value).view(shapes[own])
+        found[own] = _in_their_order(config, own, value, shapes[own])
     return found
 
 
 @lru_cache(maxsize=16)
-def _heads(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the heads' numbers in transformers' order, in ours, of each fused projection."""
+def _orders(config: Config) -> dict[str, Place]:
+    """Return the places of parameters whose elements have another order than in transformers."""
     skeleton = skeleton_of(config)
     found = {}
     for number, layer in enumerate(skeleton.layers):
         plan = LayerPlan(skeleton, number)
         for name, _ in layer.named_parameters():
-            heads = plan.place(name).heads
-            if heads is not None:
-                found[name_of(config, f"blocks.{number}.layer.{name}")] = heads.order
+            place = plan.place(name)
+            if place.heads is not None or place.turned:
+                found[name_of(config, f"blocks.{number}.layer.{name}")] = place
     return found
 
 
-def _in_their_order(config: Config, name: str, value: Tensor) -> Tensor:
-    """Return a parameter with its rows in transformers' order, under whose name it is."""
-    order = _heads(config).get(name)
-    if order is None:
-        return value
-    places = torch.tensor(order, device=value.device).argsort()
-    blocks: Tensor = value.unflatten(0, (len(order), -1))
-    return blocks.index_select(0, places).flatten(0, 1)
+def _in_their_order(config: Config, name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a parameter with transformers' shape and order, under whose name it is."""
+    place = _orders(config).get(name)
+    if place is not None and place.heads is not None:
+        order = place.heads.order
+        places = torch.tensor(order, device=value.device).argsort()
+        value = value.unflatten(0, (len(order), -1)).index_select(0, places)
+    if place is not None and place.turned:
+        return value.reshape(*shape[:-2], shape[-1], shape[-2]).mT.contiguous()
+    return value.view(shape)
 
 
 def to_files(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -112,7 +114,7 @@ def to_files(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
             own = value[part.index]
             if not part.index:
                 whole = name_of(config, name)
-                own = _in_their_order(config, whole, value).view(shapes[whole])
+                own = _in_their_order(config, whole, value, shapes[whole])
             found[part.name] = own
     return found
 
@@ -120,7 +122,15 @@ def to_files(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 def packed(config: Config, name: str, shape: tuple[int, ...]) -> Part:
     """Return the tensor of the model itself that holds a parameter; files may have it, too."""
     own = name_of(config, name)
-    return Part(own, shape, tuple(range(len(shape))), blocks=_heads(config).get(own, ()))
+    dims = tuple(range(len(shape)))
+    place = _orders(config).get(own)
+    if place is None:
+        return Part(own, shape, dims)
+    if place.heads is not None:
+        return Part(own, shape, dims, blocks=place.heads.order)
+    stack = len(skeleton_of(config).shapes[own]) - 2
+    turned = (*shape[:stack], shape[-1], *shape[stack:-1])
+    return Part(own, turned, (*dims[:stack], *dims[stack + 1 :], stack))
 
 
 @lru_cache(maxsize=2**16)
@@ -131,7 +141,7 @@ def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]
     is no slice of it, the file has the model's own tensor, which transformers loads as well.
     """
     whole = packed(config, name, shape)
-    if whole.blocks:
+    if whole.name in _orders(config):
         return (whole,)
     skeleton = skeleton_of(config)
     own = skeleton.shapes[whole.name]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from parallel3d.models.transformers import attention, experts
 from parallel3d.models.transformers.regions import (
@@ -81,7 +82,7 @@ class Linear(CutModule):
 
     def __init__(
         self,
-        like: nn.Linear,
+        like: nn.Linear | Conv1D,
         style: str,
         parameters: dict[str, nn.Parameter],
         *,
@@ -90,8 +91,9 @@ class Linear(CutModule):
         enters: bool = False,
     ) -> None:
         super().__init__()
-        self.in_features = like.in_features
-        self.out_features = like.out_features
+        is_turned = isinstance(like, Conv1D)
+        self.in_features = like.nx if is_turned else like.in_features
+        self.out_features = like.nf if is_turned else like.out_features
         self.style = style
         self.context = context
         self.rows = rows
@@ -161,6 +163,8 @@ class HeadsLinear(CutModule):
 def _let_own_heads(module: Any, call: attention.Call, ranks: int) -> None:
     """Let a module split what `HeadsLinear` gives: by the numbers of heads of this rank."""
     module.config = copy.copy(module.config)
+    if hasattr(module, "split_size"):
+        module.split_size //= ranks
     own = {
         "num_attention_heads": call.heads // ranks,
         "num_heads": call.heads // ranks,
@@ -215,7 +219,7 @@ class LayerBuilder:
         if like in plan.rms_norms:
             return RMSNorm(like.weight.numel(), plan.rms_norms[like], context=context)
         parameters = self._parameters(name, like)
-        if isinstance(like, nn.Linear):
+        if isinstance(like, nn.Linear | Conv1D):
             return self._linear(like, name, parameters, context)
         own: nn.Module = Copied(like, parameters)
         own.__class__ = type(like)
@@ -256,7 +260,7 @@ class LayerBuilder:
 
     def _linear(
         self,
-        like: nn.Linear,
+        like: nn.Linear | Conv1D,
         name: str,
         parameters: dict[str, nn.Parameter],
         context: LayerContext,
@@ -293,7 +297,7 @@ class LayerBuilder:
         return core
 
     def _dropout(self, like: nn.Dropout, name: str, context: LayerContext) -> Dropout:
-        is_cut = name.rpartition(".")[0] in self._plan.regions
+        is_cut = self._plan.is_within(name)
         over = context.group if is_cut else context.sequence_group
         return Dropout(like.p, f"{self._place}.{name}", key=context.key, split_over=over)
 

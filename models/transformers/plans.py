@@ -17,6 +17,12 @@ _OURS = {
         "layers.*.fc1": "colwise",
         "layers.*.fc2": "rowwise",
     },
+    "gpt2": {
+        "h.*.attn.c_attn": "packed_heads",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
     "hunyuan_v1_dense": _HEADS
     | {
         "layers.*.self_attn.o_proj": "rowwise",

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from parallel3d.models.transformers.facts import Unsupported
 from parallel3d.models.transformers.skeleton import Skeleton
@@ -61,6 +62,7 @@ class Place:
     - `whole`: each rank computes with all tokens, also under sequence parallelism.
     - `experts`: dim 0 has the experts, which ranks may divide.
     - `heads`: dim 0 has rows in another order than transformers'; None: it has not.
+    - `turned`: a matrix of transformers' [in, out] is [out, in] here, as that of a linear layer is.
     """
 
     shape: tuple[int, ...]
@@ -70,6 +72,7 @@ class Place:
     whole: bool = False
     experts: bool = False
     heads: Heads | None = None
+    turned: bool = False
 
 
 class LayerPlan:
@@ -103,7 +106,7 @@ class LayerPlan:
         """The modules with row-parallel layers, by name."""
         found = set()
         for name, module in self.layer.named_modules():
-            if self.style(name) == ROW and isinstance(module, nn.Linear):
+            if self.style(name) == ROW and isinstance(module, nn.Linear | Conv1D):
                 found.add(name.rpartition(".")[0])
         return frozenset(found)
 
@@ -137,12 +140,17 @@ class LayerPlan:
         """Return how the parameter of this name in the layer is held."""
         owner, _, leaf = name.rpartition(".")
         is_of_experts = owner == self.experts and leaf in _PACKED
-        return replace(self._place(name), experts=is_of_experts)
+        shape = tuple(self.layer.get_parameter(name).shape)
+        module = self.layer.get_submodule(owner)
+        turns = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
+        is_turned = turns and leaf in ("weight", *_WEIGHTS)
+        if is_turned:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        place = self._place(name, shape)
+        return replace(place, experts=is_of_experts, turned=is_turned)
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str, shape: tuple[int, ...]) -> Place:
         owner, _, leaf = name.rpartition(".")
-        parameter = self.layer.get_parameter(name)
-        shape = tuple(parameter.shape)
         style = self.style(owner)
         whole = name.partition(".")[0] in self.wholes
         if style == EXPERTS:
@@ -151,6 +159,8 @@ class LayerPlan:
             return Place((2, shape[0] // 2, *shape[1:]), 1, whole=whole)
         if style == HEADS:
             heads = self.heads_of(owner.rpartition(".")[0])
+            if heads.queries == 1:
+                return Place((3, shape[0] // 3, *shape[1:]), 1, heads.groups, whole=whole)
             return Place(shape, 0, heads.groups, whole=whole, heads=heads)
         if style == COLUMN or self.style(name) == COLUMN:
             return Place(shape, 0, self._units(owner, shape[0]), whole=whole)
@@ -164,10 +174,20 @@ class LayerPlan:
 
     def heads_of(self, name: str) -> Heads:
         """Return the heads of an attention module whose projections are fused."""
-        call = self.calls[name]
-        if call.key_size != call.value_size:
-            raise Unsupported(f"has fused heads of different sizes ({name})")
+        call = self.calls.get(name)
+        if call is None or call.key_size != call.value_size:
+            raise Unsupported(f"computes the attention of fused projections by itself ({name})")
         return Heads(call.kv_heads, call.heads // call.kv_heads, call.key_size)
+
+    def is_within(self, name: str) -> bool:
+        """True for a child of a region that comes before its row-parallel layer."""
+        parent = name.rpartition(".")[0]
+        if parent not in self.regions:
+            return False
+        children = [child for child, _ in self.layer.get_submodule(parent).named_children()]
+        paths = [f"{parent}.{child}" if parent else child for child in children]
+        sums = [number for number, path in enumerate(paths) if self.style(path) == ROW]
+        return paths.index(name) < max(sums)
 
     def _region_of(self, name: str) -> str | None:
         for region in self.regions:
@@ -180,16 +200,12 @@ class LayerPlan:
         if not hasattr(experts, "is_concatenated"):
             raise Unsupported(f"has experts of another form than transformers' packed one ({name})")
         style = self.style(name)
-        is_transposed = experts.is_transposed and len(shape) == 3
-        out = 2 if is_transposed else 1
         if style == PACKED and experts.is_concatenated:
-            return Place(
-                (*shape[:out], 2, shape[out] // 2, *shape[out + 1 :]), out + 1, whole=whole
-            )
+            return Place((shape[0], 2, shape[1] // 2, *shape[2:]), 2, whole=whole)
         if style in (PACKED, COLUMN):
-            return Place(shape, out, whole=whole)
+            return Place(shape, 1, whole=whole)
         if style == ROW:
-            return Place(shape, 1 if is_transposed else 2, whole=whole)
+            return Place(shape, 2, whole=whole)
         return Place(shape, partial=True, whole=whole)
 
     def _units(self, owner: str, rows: int) -> int | None:

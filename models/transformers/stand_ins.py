@@ -46,6 +46,17 @@ class Heard(nn.Module):
         return x
 
 
+class Arguments(nn.Module):
+    """Notes its arguments, in place of a layer, and returns its input."""
+
+    values: object = None
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """Return x."""
+        self.values = args, kwargs
+        return x
+
+
 class Port(nn.Module):
     """Stands in the place of a layer: it passes on what comes, or opens the model at this place.
 

@@ -94,9 +94,10 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tenso
 
 def linear_of_rows(x: Tensor, weight: Tensor, rows: slice) -> Tensor:
     """Multiply x [..., in] by some rows of a weight [out, in] -> [..., rows]."""
+    shape = weight.shape  # it may be released before its gradient is computed
 
     def to_weight(grad: Tensor, x: Tensor) -> Tensor:
-        whole = torch.zeros_like(weight)
+        whole = grad.new_zeros(shape)
         whole[rows] = grad.flatten(0, -2).t() @ x.flatten(0, -2)
         return whole
 

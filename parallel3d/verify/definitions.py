@@ -206,7 +206,7 @@ def kinds(reference: "PreTrainedModel") -> dict[str, str]:
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, nn.Embedding) or module is head:
                 kind = "table"
-            elif parameter.ndim >= 2:
+            elif parameter.ndim >= 2 and not name.endswith("bias"):  # experts have a bias each
                 kind = "residual" if path.split(".")[-1] in _RESIDUAL else "matrix"
             else:
                 kind = "bias" if name.endswith("bias") else "gain"
@@ -272,11 +272,12 @@ def matrices_of(
         path = name.removesuffix(".weight")
         count = 1
         layer = path.split(".")[-1]
-        if kind not in ("matrix", "residual") or layer == "gate":  # a router is AdamW's
-            continue
+        owner: Any = reference.get_submodule(name.rpartition(".")[0])
+        if kind not in ("matrix", "residual") or layer.endswith(("gate", "router")):
+            continue  # a router is AdamW's
         if layer in ("c_attn", "query_key_value"):
             count = 3
-        elif layer == "gate_up_proj":
+        elif layer == "gate_up_proj" and getattr(owner, "is_concatenated", True):
             count = 2
         if config.optimizer.params.per_head and (
             count == 3 or layer in ("q_proj", "k_proj", "v_proj")
@@ -285,8 +286,7 @@ def matrices_of(
             if layer in ("k_proj", "v_proj"):
                 num_matrices = getattr(config.model, "num_key_value_heads", None) or heads
             count *= num_matrices
-        owner = reference.get_submodule(name.rpartition(".")[0])
-        is_turned = type(owner).__name__ == "Conv1D"
+        is_turned = type(owner).__name__ == "Conv1D" or getattr(owner, "is_transposed", False)
         by_head = layer == "query_key_value" and count == 3
         functions[name] = partial(_views, is_turned, heads if by_head else 0, count)
     return functions

@@ -14,6 +14,7 @@ from parallel3d.verify.measure import TOLERANCE
 from tests.cases import Case
 from tests.models.architectures import VOCABULARY, small_config
 from tests.models.every_decoder import train_cheaply
+from tests.models.test_any_decoder import DEFAULT
 from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo
@@ -30,26 +31,39 @@ _OWN = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
 }
 ISOLATED = {"parallel3d.data.isolate_documents": True}
-MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003}}}
+# The gradient of a bias of keys is rounding alone, which Adam makes whole steps of without an eps.
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003, "eps": 1e-6}}}
+NARROW = {"initializer_range": 0.02}  # wide weights make too much of rounding in bf16
 # Meshes are pp x dp x tp, or pp x dp x cp x tp; all have 4 ranks, and the models 2 key/value heads
-# or fewer.
-FEATURES = [
-    ("gemma2", {"mesh": (1, 1, 4), "sequence_parallel": True}),
-    ("gemma3_text", {"mesh": (2, 1, 2, 1), "schedule": "zero_bubble"}),
-    ("phi3", {"mesh": (1, 1, 2, 2), "sequence_parallel": True, "changes": ISOLATED}),
+# or fewer. Each feature is on each of the architectures.
+TOGETHER = [
+    {"mesh": (1, 1, 4), "sequence_parallel": True, "offload": "cpu"},
+    {"mesh": (2, 1, 2, 1), "schedule": "zero_bubble", "changes": ISOLATED},
+    {
+        "mesh": (2, 1, 2),
+        "checkpointing": "full",
+        "precision": "bf16",
+        "sequence_parallel": True,
+        "own": NARROW,
+    },
+    {"mesh": (1, 2, 2), "zero_stage": 1, "changes": MUON},
+]
+OTHERS = [
     ("cohere2", {"mesh": (2, 1, 2), "schedule": "zero_bubble", "sequence_parallel": True}),
     ("granite", {"mesh": (1, 2, 2), "zero_stage": 2, "offload": "cpu"}),
     ("glm4", {"mesh": (1, 2, 2), "offload": "cpu+param-cpu", "sequence_parallel": True}),
     ("deepseek_v3", {"mesh": (1, 1, 2, 2), "checkpointing": "full", "sequence_parallel": True}),
     ("starcoder2", {"mesh": (1, 1, 4), "zero_stage": 1, "checkpointing": ["core_attn"]}),
-    ("starcoder2", {"mesh": (2, 1, 2), "checkpointing": "full", "changes": ISOLATED}),
+    ("phi3", {"mesh": (1, 1, 2, 2), "sequence_parallel": True, "changes": ISOLATED}),
+    ("phi3", {"mesh": (1, 1, 4), "schedule": "zero_bubble"}),
+    ("phi3", {"mesh": (1, 2, 2), "precision": "fp16", "zero_stage": 1}),
     ("mixtral", {"mesh": (2, 1, 2), "sequence_parallel": True}),
     ("qwen3_moe", {"mesh": (2, 1, 2, 1), "zero_stage": 0}),
-    ("phi3", {"mesh": (1, 2, 2), "changes": MUON}),
-    ("deepseek_v3", {"mesh": (1, 2, 2), "zero_stage": 1, "changes": MUON}),
-    ("gemma2", {"mesh": (2, 1, 2), "precision": "bf16", "sequence_parallel": True}),
-    ("phi3", {"mesh": (1, 2, 2), "precision": "fp16", "zero_stage": 1}),
+    ("gpt2", {"mesh": (1, 2, 2), "changes": MUON}),
+    ("gpt2", {"mesh": (2, 1, 2), "sequence_parallel": True, "checkpointing": "full"}),
+    ("gpt_oss", {"mesh": (2, 2, 1), "changes": MUON, "own": NARROW}),
 ]
+FEATURES = [(kind, settings) for kind in DEFAULT for settings in TOGETHER] + OTHERS
 
 
 def case_of(kind, own=None, **settings):
@@ -62,7 +76,7 @@ def case_of(kind, own=None, **settings):
 def errors_on_ranks(cases, faults):
     """Each case's errors under its fault; all have as many ranks, which are started once."""
     jobs = [(case.config, case.reference) for case in cases]
-    ranks = run_locally(train_with, cases[0].world_size, jobs, faults, timeout=600)
+    ranks = run_locally(train_with, cases[0].world_size, jobs, faults, timeout=3000)
     by_case = zip(*ranks, strict=True)
     return [errors_of(job[0], results) for job, results in zip(jobs, by_case, strict=True)]
 
@@ -77,11 +91,15 @@ def train_with(rank, jobs, faults):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_features_are_equal_to_one_process():
     cases = [case_of(kind, **settings) for kind, settings in FEATURES]
     all_errors = errors_on_ranks(cases, ["none"] * len(cases))
+    wrong = []
     for case, (kind, _), errors in zip(cases, FEATURES, all_errors, strict=True):
-        assert errors.within(TOLERANCE[case.precision]), (kind, str(case), errors)
+        if not errors.within(TOLERANCE[case.precision]):
+            wrong.append((kind, str(case), errors))
+    assert not wrong
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def test_balance_loss_of_every_form_is_that_of_transformers():
 
 
 EP = {"parallel3d.mesh.ep": 2}
-MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003}}}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003, "eps": 1e-6}}}
 NARROW = {"initializer_range": 0.02}  # with wide weights fp32 alone is off by 1.6e-5
 # Meshes are pp x dp x tp; all have 4 ranks.
 DIVIDED = [

@@ -93,7 +93,7 @@ def test_other_masks_are_refused(mask, reason):
 
 
 def test_plan_that_cuts_little_is_for_one_tensor_parallel_rank():
-    model = model_of("gpt2")
+    model = model_of("bloom")
     assert Case(model=model, mesh=(2, 1, 1)).config.model.share_cut == 0
     with pytest.raises(Problems, match="tp = 2: would cut 0% of the parameters"):
         _ = Case(model=model, mesh=(1, 1, 2)).config

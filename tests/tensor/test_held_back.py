@@ -16,6 +16,7 @@ from parallel3d.tensor.linear import (
     linear,
 )
 from parallel3d.tensor.loss import vocab_parallel_loss
+from parallel3d.tensor.product import linear_of_rows
 from parallel3d.tensor.weight_gradients import accumulate_in_place, defer_weight_gradients
 from parallel3d.verify.local_ranks import run_locally
 from tests.contexts import layer_context
@@ -144,3 +145,18 @@ def test_released_parameter_gets_its_whole_gradient():
     assert layer.shape == (0,)
     assert torch.allclose(layer.grad, torch.ones(5, 3).t() @ x.detach())
     layer.data = whole
+
+
+def test_gradient_of_some_rows_needs_no_gathered_weight():
+    """ZeRO-3 releases the weight between a backward and its deferred products."""
+    weight = torch.nn.Parameter(torch.randn(6, 4))
+    x = torch.randn(3, 4)
+    expected = torch.zeros(6, 4)
+    expected[2:4] = x.sum(0)
+    with defer_weight_gradients() as products:
+        linear_of_rows(x, weight, slice(2, 4)).sum().backward()
+    full = weight.data
+    weight.data = torch.empty(0)
+    deferred = products._products[0][1]()
+    weight.data = full
+    torch.testing.assert_close(deferred, expected)

@@ -1,0 +1,62 @@
+"""The model around a layer: it does not walk past the others, where this changes nothing."""
+
+import json
+
+import pytest
+import torch
+
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.models.transformers.anatomy import settings_of
+from parallel3d.models.transformers.blocks import Embedding
+from parallel3d.models.transformers.skeleton import Skeleton
+from parallel3d.models.transformers.spec import Config
+from parallel3d.verify.local_ranks import run_locally
+from tests.contexts import layer_context
+from tests.models.architectures import small_config
+from tests.models.test_llama_through_transformers import Collectives
+
+pytestmark = pytest.mark.gloo
+
+
+def skeleton(kind):
+    """The skeleton of a small model."""
+    return Skeleton(settings_of(json.dumps(small_config(kind))))
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "jamba", "gpt2"])
+def test_model_around_a_layer_has_no_other(kind):
+    own = skeleton(kind)
+    base, _ = own.around(2, None, {})
+    assert len(getattr(base, own.list)) == 1
+
+
+def test_model_that_counts_its_layers_walks_past_all(monkeypatch):
+    """Gemma 3 looks the kind of its layers up by their number."""
+    monkeypatch.setattr(Skeleton, "_config_at", lambda self, number: self.base.config)
+    own = skeleton("gemma3_text")
+    base, _ = own.around(2, None, {})
+    assert len(getattr(base, own.list)) == 4
+
+
+def sent(rank, kind):
+    """The collectives of an embedding on two ranks, and the shape of its result."""
+    config = Config(family="transformers", config=small_config(kind))
+    Embedding.prepare(config)
+    group = Mesh(tp=2).tensor.group
+    layer = Embedding(config, "embedding", layer_context(group, sequence_parallel=True))
+    with Collectives() as noted, torch.no_grad():
+        y = layer(torch.zeros(2, 16, dtype=torch.int64))
+    return noted.names, tuple(y.shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "collective"),
+    [
+        pytest.param("llama", "_reduce_scatter_base_", id="table alone"),
+        pytest.param("gpt2", "allreduce_", id="with positions"),
+    ],
+)
+def test_embedding_of_a_sequence_in_parts(kind, collective):
+    for names, shape in run_locally(sent, 2, kind):
+        assert set(names) == {collective}
+        assert shape == (2, 8, 32)
