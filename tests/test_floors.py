@@ -66,7 +66,7 @@ ROOMS = [
 # Nobody packs code to stay below a number, or lowers one to what stands.
 BUDGET = {
     "launch": 6_200,
-    "models": 27_000,
+    "models": 28_500,
     "parallel3d/base": 7_500,
     "parallel3d/checkpoint": 10_000,
     "parallel3d/config": 14_700,

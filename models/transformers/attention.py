@@ -147,8 +147,8 @@ def attend(
         touched = query.sum() + key.sum() + (0 if s_aux is None else s_aux.sum())
         y = value.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
         return y + touched, None
-    y = getattr(module, CORE)(query, key, value, _segments.get(), s_aux)
-    return y.unflatten(-1, (query.shape[1], -1)), None
+    core: Any = getattr(module, CORE)
+    return core.of_each_head(query, key, value, _segments.get(), s_aux), None
 
 
 def _refuse(mask: Tensor | None, others: dict[str, Any]) -> None:

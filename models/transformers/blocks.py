@@ -33,7 +33,7 @@ class _Around(nn.Module):
     @staticmethod
     def prepare(config: Config) -> None:
         """Build the skeleton of the model, which has no weights to shard."""
-        skeleton_of(config)
+        skeleton_of(config).forget()
 
     def open(self, shell: nn.Module, port: Port) -> None:
         """Set the model to call, and its port for this layer."""

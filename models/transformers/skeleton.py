@@ -7,28 +7,31 @@ its own pass their input on (`Skeleton.around`).
 import copy
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from parallel3d.models.transformers import attention, experts
+from parallel3d.models.transformers import attention, experts, trials
 from parallel3d.models.transformers.facts import Unsupported
 from parallel3d.models.transformers.plans import plan_of
-from parallel3d.models.transformers.stand_ins import Arguments, Given, Heard, Nothing, Port, Same
+from parallel3d.models.transformers.stand_ins import (
+    Nothing,
+    Port,
+    Remembered,
+    Same,
+)
 
 IMPLEMENTATION = "parallel3d"
 """The name of the library's functions in the interfaces of transformers."""
@@ -95,16 +98,6 @@ class Watched:
     without_gradient: list[str] = field(default_factory=list)
 
 
-class Logits(NamedTuple):
-    """The function that a model applies to the products with its output projection, z.
-
-    They become softcap * tanh(scale * z / softcap), or scale * z if softcap is None.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-
 class Skeleton:
     """The parts of a causal language model of transformers; its parameters are on the meta device.
 
@@ -140,11 +133,17 @@ class Skeleton:
         _ = self.rms_norms  # tried here, not where ZeRO-3 changes how tensors are made
         self._device = torch.device("cpu")
         self.width = 1
+        self._inputs: tuple[object, dict[str, Any]] = (None, {})
+        self._angles = {
+            name: Remembered(child)
+            for name, child in self.base.named_children()
+            if "Rotary" in type(child).__name__ and not _has_parameters(child)
+        }
         self.is_alone = False
-        self.width = self._find_width()
-        self.is_alone = self._tries_alone()
-        self.has_plain_table = self._tries_table()
-        self.logits = self._find_logits()
+        self.width = trials.width_of(self)
+        self.is_alone = trials.may_be_alone(self)
+        self.has_plain_table = trials.has_plain_table(self)
+        self.logits = trials.logits_of(self)
         self.balance = experts.balance_of(self.model) if adds_balance else 0.0
 
     @cached_property
@@ -217,6 +216,7 @@ class Skeleton:
         base._modules[self.list] = nn.ModuleList(ports.values())
         if self.is_alone:
             base.config = self._config_at(number)
+        base._modules.update(self._angles)
         for name in (*self.watched.before, *self.watched.after):
             is_table = isinstance(getattr(self.base, name), nn.Embedding)
             base._modules[name] = Nothing() if is_table else Same()
@@ -243,7 +243,7 @@ class Skeleton:
                 continue
             key = type(module), eps, tuple(module.get_parameter("weight").shape)
             if key not in known:
-                known[key] = _computes_rms_norm(module, eps)
+                known[key] = trials.computes_rms_norm(module, eps)
             if known[key]:
                 found[module] = eps
         return found
@@ -257,28 +257,22 @@ class Skeleton:
                 module._buffers[name] = None if buffer is None else buffer.to(device)
         self._device = device
 
+    def forget(self) -> None:
+        """Compute the inputs and angles anew that are asked for next."""
+        self._inputs = (None, {})
+        for angles in self._angles.values():
+            angles.forget()
+
     def inputs_of(self, batch: int, seq: int, like: Tensor) -> dict[str, Any]:
         """Return inputs in place of embeddings that no layer reads, and without a cache."""
-        embeddings = like.new_zeros(1).expand(batch, seq, self.width)
-        positions = torch.arange(seq, device=like.device).unsqueeze(0)
-        return {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
-
-    def _find_width(self) -> int:
-        """Return the width of embeddings that no layer reads: 1, unless the model needs all.
-
-        With 1, what it does with them costs nothing.
-        """
-        hidden = int(self.settings.hidden_size)
-        given = torch.ones(1, 2, hidden)
-        base, port = self.around(len(self.layers) - 1, None, {})
-        port.is_open = True
-        port.given = given
-        heard = Heard()
-        model: Any = self.whole(base, heard)
-        # Broad: a model may fail in its own way.
-        with suppress(Exception), torch.no_grad():
-            model(**self.inputs_of(1, 2, given))
-        return 1 if heard.shape == given.shape else hidden
+        key = (batch, seq, self.width, like.dtype, like.device)
+        if self._inputs[0] != key:
+            with torch.inference_mode(False):
+                embeddings = like.new_zeros(1).expand(batch, seq, self.width)
+                positions = torch.arange(seq, device=like.device).unsqueeze(0)
+            names = {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
+            self._inputs = (key, names)
+        return dict(self._inputs[1])
 
     def _config_at(self, number: int) -> Any:
         """Return the base's config in which lists with an entry for each layer have one alone."""
@@ -287,45 +281,6 @@ class Skeleton:
             if isinstance(value, list) and len(value) == len(self.layers):
                 vars(own)[name] = [value[number]]
         return own
-
-    def _tries_alone(self) -> bool:
-        """Return True if a layer that is the only one in the list gets what it gets among all.
-
-        Then the model need not walk past the others, which takes the host 8 µs for each.
-        """
-        try:
-            among_all = [self._inputs_at(number) for number in range(len(self.layers))]
-            self.is_alone = True
-            alone = [self._inputs_at(number) for number in range(len(self.layers))]
-        except Exception:  # broad: a model may count its layers in its own way
-            return False
-        finally:
-            self.is_alone = False
-        return all(map(_are_equal, among_all, alone))
-
-    def _inputs_at(self, number: int) -> object:
-        """Return the arguments of a layer beside its input, and what follows the layers gets."""
-        heard = Arguments()
-        base, port = self.around(number, heard, {})
-        port.is_open = True
-        port.given = torch.ones(1, 4, self.settings.hidden_size)
-        with torch.no_grad():
-            output = base(**self.inputs_of(1, 4, port.given))
-        return heard.values, output[0]
-
-    def _tries_table(self) -> bool:
-        """Return True if the layers begin with what the table of tokens gives, unchanged."""
-        if self.watched.before != [self.token]:
-            return False
-        x = torch.randn(1, 4, self.settings.hidden_size, generator=torch.Generator().manual_seed(0))
-        base, port = self.around(0, None, {self.token: Given(x)})
-        port.is_open = True
-        inputs = self.inputs_of(1, 4, x)
-        inputs["inputs_embeds"] = None
-        with suppress(Exception), torch.no_grad():  # broad: a model may fail in its own way
-            base(**inputs, input_ids=torch.zeros(1, 4, dtype=torch.int64))
-            return port.heard is not None and torch.equal(port.heard, x)
-        return False
 
     def _find_layers(self) -> str:
         count = self.settings.num_hidden_layers
@@ -408,21 +363,6 @@ class Skeleton:
             parameter.grad = None
         return found
 
-    def _find_logits(self) -> Logits:
-        """Find out by trying what the model does to the products with its output projection."""
-        z = torch.tensor([1e-4, -1e-3, 0.1, 1.0, -3.0, 10.0, 50.0, 1e12]).view(1, 1, -1)
-        base, _ = self.around(0, None, {})
-        model: Any = self.whole(base, Given(z))
-        with torch.no_grad():
-            y = model(**self.inputs_of(1, 1, z)).logits
-        scale = float(y[0, 0, 0] / z[0, 0, 0])
-        if torch.allclose(y, scale * z, rtol=1e-4):
-            return Logits(scale if abs(scale - 1) > 1e-6 else 1.0)
-        softcap = float(y[0, 0, -1])
-        if torch.allclose(y, softcap * torch.tanh(scale * z / softcap), rtol=1e-3):
-            return Logits(scale if abs(scale - 1) > 1e-3 else 1.0, softcap)
-        raise Unsupported("changes its logits in another way than by a factor and a soft-cap")
-
     def _check_parameters(self) -> None:
         """Raise Unsupported for parameters that no stage would have, or that do not train."""
         known = [f"{self.prefix}.{self.list}.", f"{self.output}."]
@@ -491,38 +431,6 @@ def _built(settings: Any) -> PreTrainedModel:
         if buffer.is_meta:
             raise Unsupported(f"has the buffer {name} without values")
     return model.train()
-
-
-def _computes_rms_norm(module: nn.Module, eps: float) -> bool:
-    """Return True if a module with one weight and an eps gives what an RMSNorm would."""
-    shape = module.get_parameter("weight").shape
-    if len(shape) != 1 or shape[0] < 2:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, *shape, generator=generator)
-    weight = torch.randn(shape, generator=generator)
-    trial: Any = copy.copy(module)
-    object.__setattr__(trial, "_parameters", {"weight": weight})
-    try:
-        y = trial(x)
-    except Exception:  # broad: a module may want other inputs
-        return False
-    return torch.allclose(y, F.rms_norm(x, shape, weight, eps), rtol=1e-5, atol=1e-6)
-
-
-def _are_equal(one: object, other: object) -> bool:
-    """Return True if nested values are equal, tensors in each element."""
-    values, form = tree_flatten(one)
-    others, other_form = tree_flatten(other)
-    if form != other_form:
-        return False
-    for x, y in zip(values, others, strict=True):
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            if not torch.equal(x, y):
-                return False
-        elif x is not y and x != y:
-            return False
-    return True
 
 
 def _bound(function: Callable[..., None], first: object) -> Callable[..., None]:

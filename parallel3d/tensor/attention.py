@@ -74,11 +74,21 @@ class CausalAttention(nn.Module):
         The heads of k and v divide those of q, and v may have another size. `sinks` [heads here]
         replace the layer's own.
         """
+        return self.of_each_head(q, k, v, segments, sinks).flatten(-2)
+
+    def of_each_head(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        segments: Segments | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Return what `forward` does, with the heads in a dim: [batch, seq, heads, size of v]."""
         if self.recompute and torch.is_grad_enabled():
-            y = run_again(self._attend, q, k, v, segments, sinks)
-        else:
-            y = self._attend(q, k, v, segments, sinks)
-        return y.flatten(-2)
+            y: Tensor = run_again(self._attend, q, k, v, segments, sinks)
+            return y
+        return self._attend(q, k, v, segments, sinks)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None, sinks: Tensor | None

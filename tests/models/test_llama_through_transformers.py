@@ -17,8 +17,18 @@ pytestmark = pytest.mark.gloo
 TOKENS = (2, 16)
 
 
+class Operators(TorchDispatchMode):
+    """Counts torch's own operators inside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "aten"
+        return func(*args, **(kwargs or {}))
+
+
 class Collectives(TorchDispatchMode):
-    """Notes the collectives inside, by name and number of elements."""
+    """Notes the collectives inside, by name."""
 
     def __init__(self):
         super().__init__()
@@ -79,6 +89,16 @@ def collectives(block, hidden):
     return forward.names, backward.names
 
 
+def operators(block, hidden):
+    """The operators of a block's forward and backward, where it has run before."""
+    x = torch.zeros(*TOKENS, hidden, requires_grad=True)
+    block(x).sum().backward()
+    with Operators() as counted:
+        y = block(x)
+        y.backward(torch.ones_like(y))
+    return counted.count
+
+
 def compared(rank):
     """Both families' losses and gradients in one process, and their blocks' collectives on two."""
     groups = make_fake_groups((1, 2))
@@ -92,17 +112,22 @@ def compared(rank):
         load(layers, config, family.parts, weights)
         computed = loss_and_gradients(layers, config, family.to_huggingface)
         block = built(config, groups[2])["blocks.0"]
-        results.append((*computed, collectives(block, config.hidden_size)))
+        counts = [
+            operators(built(config, g)["blocks.0"], config.hidden_size) for g in groups.values()
+        ]
+        results.append((*computed, collectives(block, config.hidden_size), counts))
     return results
 
 
 def test_any_decoder_equals_llama():
     [(written, generic)] = run_locally(compared, 1)
-    loss, gradients, sent = written
-    other_loss, other_gradients, other_sent = generic
+    loss, gradients, sent, counts = written
+    other_loss, other_gradients, other_sent, other_counts = generic
     torch.testing.assert_close(other_loss, loss, rtol=1e-6, atol=0)
     for name, gradient in other_gradients.items():
         error = (gradients[name] - gradient).norm() / gradient.norm()
         assert error < 1e-5, (name, error)
     assert other_sent == sent
     assert [len(names) for names in sent] == [2, 2]
+    for count, other in zip(counts, other_counts, strict=True):
+        assert other <= 1.15 * count
