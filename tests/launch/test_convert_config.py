@@ -425,7 +425,7 @@ def test_existing_config_is_not_overwritten(tmp_path, called):
     ("name", "content", "message"),
     [
         ("none.sh", None, "No such file or directory; name a file that exists"),
-        ("binary.yml", b"\x80\xff\x00" * 9, "'utf-8' codec can't decode byte 0x80"),
+        ("binary.yml", b"\x80\xff\x00" * 9, "byte 0x80 at offset 0 is not UTF-8"),
         ("list.yml", b"- 1", "has no settings; write a block of settings in YAML"),
     ],
 )

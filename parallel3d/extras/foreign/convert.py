@@ -200,7 +200,8 @@ def _flat(blocks: JsonObject, table: dict[str, Rule], prefix: str = "") -> JsonO
 
 def _add_model(values: dict[str, Any], _: str) -> Iterator[Row]:
     if f"{_MODEL}.from_pretrained" in values or f"{_MODEL}.config" in values:
-        return  # the model's own config.json has the sizes
+        yield from _add_length(values)  # the model's own config.json has the sizes
+        return
     parts: Any = tuple(values.get(name) for name in ("@norm", "@position", "@mlp", "@bias"))
     family = values.get("@family", _FAMILIES.get(parts))
     if family is None:
@@ -219,6 +220,20 @@ def _add_model(values: dict[str, Any], _: str) -> Iterator[Row]:
     if family != "gpt" and length > values.get(limit, length):
         values[limit] = length
         yield Row("assumed", "positions", length, limit, "as long as the sequences")
+
+
+def _add_length(values: dict[str, Any]) -> Iterator[Row]:
+    """Assume the length of a Trainer's samples as run_clm.py does: 1,024, or what the model has."""
+    path = "parallel3d.data.sequence_length"
+    if path in values:
+        return
+    settings = values.get(f"{_MODEL}.config", {})
+    file = Path(str(values.get(f"{_MODEL}.from_pretrained", ""))).expanduser() / "config.json"
+    if file.is_file():
+        settings = reader.read(file)
+    most = settings.get("max_position_embeddings", settings.get("n_positions", 1024))
+    values[path] = min(1024, most) if isinstance(most, int) else 1024
+    yield Row("assumed", "block_size", values[path], path, "as run_clm.py does")
 
 
 def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:

@@ -234,7 +234,6 @@ DEFAULTS: JsonObject = {
     "weight_decay": 0.0,
     "max_grad_norm": 1.0,
     "lr_scheduler_type": "linear",
-    "block_size": 1024,
     "seed": 42,
     "save_steps": 500,
 }
