@@ -13,7 +13,6 @@ from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.pointwise import gelu, scale
 from parallel3d.tensor.recompute import activated, recomputed
-from parallel3d.tensor.rotary import Rotary
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.side_loss import SideLoss
 from parallel3d.tensor.vocab import VocabParallelEmbedding, VocabParallelOutput
@@ -92,24 +91,17 @@ class Residual:
 class FusedAttention(nn.Module):
     """Causal self-attention with one projection for query, key and value.
 
-    `rotary`, if given, rotates query and key. Each tp rank computes its share of the heads.
+    Each tp rank computes its share of the heads.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        name: str,
-        *,
-        context: LayerContext,
-        dropout: float = 0.0,
-        rotary: Rotary | None = None,
+        self, config: ModelConfig, name: str, *, context: LayerContext, dropout: float = 0.0
     ) -> None:
         super().__init__()
         size = config.hidden_size
         heads = config.num_attention_heads
         self.head_size = size // heads
         self.qkv = ColumnParallelLinear(size, size, context=context, fused=3)
-        self.rotary = rotary
         self.core = CausalAttention(
             dropout,
             f"{name}.attention",
@@ -124,25 +116,23 @@ class FusedAttention(nn.Module):
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_size))  # [batch, seq, 3, heads/tp, size]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads/tp, seq, size]
-        if self.rotary is not None:
-            q, k = self.rotary(q, k, segments)
         return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
 
 
 class GeluMLP(nn.Module):
-    """Two linear layers around a GELU; each tp rank computes its share of the inner features.
+    """Two linear layers around GELU's tanh approximation.
 
-    `approximate` is "none" or "tanh", as in torch.
+    Each tp rank computes its share of the inner features.
     """
 
-    def __init__(self, config: ModelConfig, *, context: LayerContext, approximate: str) -> None:
+    def __init__(self, config: ModelConfig, *, context: LayerContext) -> None:
         super().__init__()
         size = config.hidden_size
         inner = config.inner_size
         self.up = ColumnParallelLinear(size, inner, context=context)
         self.down = RowParallelLinear(inner, size, context=context)
         self.recompute = context.recompute
-        self.gelu = partial(gelu.compiled_if(context.pointwise), approximate=approximate)
+        self.gelu = partial(gelu.compiled_if(context.pointwise), approximate="tanh")
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""

@@ -39,6 +39,8 @@ Post = Callable[[str, str], None]  # a part of the page, and its HTML or text
 def choices() -> str:
     """Return the configs that can be picked, with their texts, and the hardware, as JSON."""
     texts = {path.stem: path.read_text() for path in sorted(CONFIGS.glob("*.json"))}
+    # Costs of other models are measured with torch, which the browser does not have.
+    texts = {name: text for name, text in texts.items() if '"model_type"' not in text}
     return json.dumps({"configs": texts, "hardware": hardware.names()})
 
 

@@ -74,7 +74,7 @@ class Block(nn.Module):
         self.dropout1 = dropout(f"{name}.dropout1")
         self.residual1 = Residual(config, "attention", context=context, dropout=self.dropout1)
         self.norm2 = LayerNorm(size, eps, context=context)
-        self.mlp = GeluMLP(config, context=context, approximate="tanh")
+        self.mlp = GeluMLP(config, context=context)
         self.dropout2 = dropout(f"{name}.dropout2")
         self.residual2 = Residual(config, "mlp", context=context, dropout=self.dropout2)
 

@@ -4,6 +4,7 @@ As a command it reads the fields of a config.json and prints the facts as JSON (
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -49,15 +50,20 @@ def settings_of(config: str) -> Any:
     if text is not default and not default.is_encoder_decoder:
         raise Unsupported(f'has more than a text model; its text model is a "{text.model_type}"')
     known = {*default.to_dict(), *chosen.attribute_map, *_GENERAL}
-    for name in fields:
-        if fields[name] is not None and name not in known and not name.startswith("_"):
-            raise Unsupported(f"is no field of a {kind}", name, _near(name, known))
+    others = {name for name in fields if name not in known and not name.startswith("_")}
     own = {name: value for name, value in fields.items() if name not in ("model_type",)}
     try:
         settings = chosen(**own)
     # Broad: each class checks its fields in its own way.
     except Exception as error:
-        raise Unsupported(f"is refused by {chosen.__name__}: {error}") from None
+        named = re.search(r"field '(\w+)'", str(error))
+        where = named[1] if named and named[1] in fields else "model_type"
+        reason = str(error).splitlines()[-1].strip()
+        text = f"is refused by {chosen.__name__}: {reason}"
+        raise Unsupported(text, where, "change its fields") from None
+    for name in fields:  # a class keeps a field that it does not know, and takes an old name's
+        if name in others and fields[name] is not None and hasattr(settings, name):
+            raise Unsupported(f"is no field of a {kind}", name, _near(name, known))
     settings.use_cache = False
     with suppress(TypeError, ValueError):  # in pretraining every token counts
         settings.pad_token_id = None

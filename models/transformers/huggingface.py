@@ -20,8 +20,8 @@ RUNS_TRANSFORMERS = True
 """The family runs the modules of transformers themselves."""
 # Every folder has the names of the whole model.
 PREFIX = ""
-# Frequencies that old versions of transformers saved with the weights.
-BUFFERS = re.compile(r".*rotary_emb\.inv_freq")
+# Frequencies and GPT-NeoX's masks, which old versions of transformers saved with the weights.
+BUFFERS = re.compile(r".*rotary_emb\.inv_freq|(gpt_neox\.)?layers\.\d+\.attention\.(masked_)?bias")
 
 
 def architecture(config: Config, end_of_text: int | None = None, name: str | None = None) -> Any:

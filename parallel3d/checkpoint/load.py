@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.base.errors import CheckpointError
+from parallel3d.base.reader import value_at
 from parallel3d.checkpoint.chunk_runs import global_boxes
 from parallel3d.checkpoint.chunks import Box, Chunk, ChunkFile, tile
 from parallel3d.checkpoint.manifest import shapes_of
@@ -27,6 +28,7 @@ from parallel3d.engine import Engine, HeldParameter, writing
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec, named_params, tied_names
+from parallel3d.models.earlier import Stored, stored_in
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -177,44 +179,66 @@ def load(
     TrainingError if the hosts' memory no longer has it.
     """
     originals = tied_names(layers)
+    stored = _stored(checkpoint, layers)
     held = {piece.held.name for block in engine.states.blocks for piece in block}
-    index = _index_of(
-        checkpoint, layers, {originals.get(n, n) for n in held}, mesh, engine.states.kinds
-    )
+    names = {stored[originals.get(n, n)].name for n in held}
+    index = _index_of(checkpoint, names, mesh, engine.states.kinds)
 
     if checkpoint.copies:
-        checkpoint.copies.fetch({checkpoint.files[n] for n in _needed(engine, index, originals)})
+        needed = _needed(engine, index, originals, stored)
+        checkpoint.copies.fetch({checkpoint.files[n] for n in needed})
 
     def read() -> None:
         index.check_tiling(checkpoint.folder, shapes_of(checkpoint.state))
         for boxes in boxes_to_fill(engine, originals):
-            _fill(checkpoint, index, boxes)
+            _fill(checkpoint, index, _in_files(boxes, stored))
 
     agree(mesh, lambda: reading(read))
     engine.states.finish_loading()
     engine.states.set_counters({k: checkpoint.state[k] for k in ("optimizer_steps", "loss_scale")})
 
 
-def _needed(engine: Engine, index: Index, originals: Mapping[str, str]) -> set[int]:
+def _stored(checkpoint: FoundCheckpoint, layers: Sequence[LayerSpec]) -> dict[str, Stored]:
+    """Return the tensors that hold the parameters of these layers, by name.
+
+    Raises CheckpointError if a checkpoint is of another model.
+    """
+    shapes = {name: spec.shape for name, spec in named_params(layers).items()}
+    stored = stored_in(value_at(checkpoint.state, "config.parallel3d.model"), shapes)
+    _check_parameters(checkpoint, {tensor.name: tensor.shape for tensor in stored.values()})
+    return stored
+
+
+def _in_files(boxes: Iterable[Wanted], stored: Mapping[str, Stored]) -> Iterator[Wanted]:
+    """Yield the boxes of the stored tensors that hold boxes of parameters."""
+    for name, kind, box, out in boxes:
+        for rows, *place in stored[name].boxes(*box):
+            own = Box(*place)
+            yield Wanted(stored[name].name, kind, own, out[rows].view(own.shape))
+
+
+def _needed(
+    engine: Engine, index: Index, originals: Mapping[str, str], stored: Mapping[str, Stored]
+) -> set[int]:
     """Return the indices of the files with elements that this rank holds."""
     files: set[int] = set()
     for piece in chain.from_iterable(engine.states.blocks):
-        name = originals.get(piece.held.name, piece.held.name)
+        tensor = stored[originals.get(piece.held.name, piece.held.name)]
         for box, _ in global_boxes(piece.held, piece.start, piece.start + piece.numel):
             for kind in engine.states.kinds_of(piece.held):
-                files.update(stored.file for stored in index.find(name, kind, box))
+                for _, *place in tensor.boxes(*box):
+                    found = index.find(tensor.name, kind, Box(*place))
+                    files.update(chunk.file for chunk in found)
     return files
 
 
 def _index_of(
     checkpoint: FoundCheckpoint,
-    layers: Sequence[LayerSpec],
     names: Iterable[str],
     mesh: Mesh,
     kinds: Sequence[str],
 ) -> Index:
-    """Check that a checkpoint is of this model and return the index of some parameters."""
-    _check_parameters(checkpoint, layers)
+    """Return the index of some of a checkpoint's parameters."""
     files = checkpoint.files
     share = None
     copies = checkpoint.copies
@@ -225,10 +249,9 @@ def _index_of(
     )
 
 
-def _check_parameters(checkpoint: FoundCheckpoint, layers: Sequence[LayerSpec]) -> None:
-    """Raise CheckpointError if a checkpoint is not of the model with these layers."""
+def _check_parameters(checkpoint: FoundCheckpoint, expected: Shapes) -> None:
+    """Raise CheckpointError if a checkpoint is not of the model with these parameters."""
     stored = shapes_of(checkpoint.state)
-    expected = {name: spec.shape for name, spec in named_params(layers).items()}
     for name in [*expected, *stored]:
         if stored.get(name) != expected.get(name):
             old = f"shape {list(stored[name])}" if name in stored else "no such parameter"
@@ -299,8 +322,10 @@ def load_weights(
     - `held`: this rank's parameters.
     """
     originals = tied_names(layers)
+    stored = _stored(checkpoint, layers)
     names = {h.name: originals.get(h.name, h.name) for h in held}
-    index = _index_of(checkpoint, layers, set(names.values()), mesh, ("master",))
+    in_files = {stored[name].name for name in names.values()}
+    index = _index_of(checkpoint, in_files, mesh, ("master",))
 
     def read() -> None:
         index.check_tiling(checkpoint.folder, shapes_of(checkpoint.state))
@@ -315,7 +340,7 @@ def load_weights(
                 for box, at in global_boxes(h, start, stop):
                     out = masters[at : at + box.numel].view(box.shape)
                     boxes.append(Wanted(names[h.name], "master", box, out))
-                _fill(checkpoint, index, boxes)
+                _fill(checkpoint, index, _in_files(boxes, stored))
                 flat[: len(masters)].copy_(masters)
 
     agree(mesh, lambda: reading(read))

@@ -17,6 +17,7 @@ from parallel3d.config.deepspeed import DEFAULT_LR
 from parallel3d.config.deepspeed_keys import TOP_LEVEL, UNUSED
 from parallel3d.config.monitors import SWITCHED
 from parallel3d.config.parallel3d_block import Parallel3DConfig
+from parallel3d.models import earlier
 
 _NO_LIMIT = 10**12  # elements of a sub-group, more than a rank has
 # Section and key of settings where null means the same as a missing key.
@@ -63,6 +64,10 @@ def normalise(raw: JsonObject) -> tuple[JsonObject, list[str]]:
             if not any(UNUSED[section][name].problems(name, block[name])):
                 del block[name]
     folders.register(raw)
+    model = value_at(raw, "parallel3d.model")
+    if isinstance(model, dict):
+        block_at(raw, "parallel3d")["model"], changes = earlier.translated(model)
+        notes += changes
     notes += pretrained.fill(raw)
     return raw, [*notes, *auto.resolve(raw)]
 

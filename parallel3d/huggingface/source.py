@@ -17,6 +17,7 @@ from xxhash import xxh3_128
 
 from parallel3d import models
 from parallel3d.base.errors import CheckpointError, ConfigError
+from parallel3d.base.reader import value_at
 from parallel3d.checkpoint.chunks import (
     ArrayFile,
     Box,
@@ -39,6 +40,7 @@ from parallel3d.huggingface.beside import beside_of, published_tokenizer
 from parallel3d.huggingface.weight_files import About, line_after, tokenizer_files
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import named_params, tied_names
+from parallel3d.models.earlier import stored_in
 from parallel3d.models.pretrained import Part
 
 _READ_BYTES = 2**20
@@ -103,6 +105,13 @@ class HashedChunks:
             ) from None
 
 
+def _part(tensor: Tensor, box: Box) -> Tensor:
+    """Return a box of a tensor, as a view."""
+    for dim, (first, size) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(dim, first, size)
+    return tensor
+
+
 class CheckpointSource:
     """The fp32 master weights in a checkpoint of any mesh, with its config and state.
 
@@ -120,7 +129,10 @@ class CheckpointSource:
         self.config = RunConfig.from_dict(self.state["config"], str(folder / STATE))
         specs = named_params(models.layers(self.config.model))
         self._shapes = {name: spec.shape for name, spec in specs.items()}
-        if self._shapes != shapes_of(self.state):
+        model = value_at(self.state, "config.parallel3d.model")
+        self._stored = stored_in(model, self._shapes)
+        in_files = {tensor.name: tensor.shape for tensor in self._stored.values()}
+        if in_files != shapes_of(self.state):
             raise CheckpointError(
                 f"{folder / STATE}: the parameters do not match the config; use another checkpoint"
             )
@@ -132,7 +144,7 @@ class CheckpointSource:
             for chunk in file.chunks:
                 if chunk.kind == "master":
                     self._chunks[chunk.name].append((file, chunk))
-        for name, shape in self._shapes.items():
+        for name, shape in in_files.items():
             if not tile((chunk.box for _, chunk in self._chunks[name]), shape):
                 raise CheckpointError(
                     f"{folder}: does not have each element of {name} once; use another checkpoint"
@@ -140,13 +152,18 @@ class CheckpointSource:
 
     def read(self, name: str) -> Tensor:
         """Return a full parameter in fp32, by its name in parallel3d."""
-        value = empty(self._shapes[name], torch.float32)
-        for file, chunk in self._chunks[name]:
-            out = value
-            for dim, (first, size) in enumerate(zip(*chunk.box, strict=True)):
-                out = out.narrow(dim, first, size)
-            file.read(chunk, out)
-        return value
+        tensor = self._stored[name]
+        value = empty(tensor.shape, torch.float32)
+        for file, chunk in self._chunks[tensor.name]:
+            file.read(chunk, _part(value, chunk.box))
+        shape = self._shapes[name]
+        if shape == tensor.shape:
+            return value
+        own = empty(shape, torch.float32)
+        for rows, *place in tensor.boxes((0,) * len(shape), shape):
+            part = _part(value, Box(*place))
+            own[rows] = part.reshape(own[rows].shape)
+        return own
 
     def check(self, progress: Progress = no_progress) -> None:
         """Verify the hash of each file; raise CheckpointError if one is damaged.

@@ -82,8 +82,6 @@ class BlockCost(_CostOfLayer):
     """Dropout on the outputs of the modules."""
     post_norm: bool = False
     """The norm follows each module (OLMo 2, arXiv:2501.00656, section 2.1)."""
-    parallel: bool = False
-    """All modules read the block's input, side by side (GPT-NeoX, arXiv:2204.06745)."""
 
     def of(self, stream: Stream, recompute: Recompute) -> LayerCost:
         """Return the cost of one microbatch on its stream."""
@@ -91,8 +89,7 @@ class BlockCost(_CostOfLayer):
         if recompute == FULL:
             return self._run_again(stream, known_cost(self, stream, NONE))
         parts: list[LayerCost] = []
-        for number, module in enumerate(self.modules):
-            beside = self.parallel and number > 0
+        for module in self.modules:
             # An MLP that runs again keeps its input, the norm's output; so do experts.
             keeps = isinstance(module, MlpCost) and "mlp" in recompute.parts
             keeps = keeps or isinstance(module, ExpertsCost)
@@ -102,13 +99,13 @@ class BlockCost(_CostOfLayer):
                 moment = KeptMemory(5 * stream.part)
                 parts += [self.norm(stream, shares_input=True), LayerCost(0, working=moment)]
             else:
-                norm = self.norm(stream, beside, NONE if keeps else recompute)
+                norm = self.norm(stream, recompute=NONE if keeps else recompute)
                 parts += [norm, module(stream, recompute)]
             activated = 0
             if isinstance(module, MlpCost) and "mlp_act" in recompute.parts:
                 activated = stream.tokens * stream.share(module.inner)
             frees_norm = "layernorm" in recompute.parts and not keeps and not self.post_norm
-            parts.append(_residual_sum(stream, beside, frees_norm, activated))
+            parts.append(_residual_sum(stream, frees_norm, activated))
         return in_order(parts)
 
     def _run_again(self, stream: Stream, cost: LayerCost) -> LayerCost:
@@ -119,8 +116,8 @@ class BlockCost(_CostOfLayer):
         """
         full = stream.full
         part = stream.part
-        # The recomputation's end: its last sum, the gradient of the output, and a sum that waits.
-        end = 2 * part + (part if self.parallel else 0)
+        # The recomputation's end: its last sum, and the gradient of the output.
+        end = 2 * part
         collectives = cost.forward.collectives
         if self.post_norm:  # it runs to the end, and the backward of the last norm needs more
             end = 0
@@ -173,10 +170,9 @@ class EmbeddingCost(_CostOfLayer):
         )
 
 
-def _residual_sum(stream: Stream, beside: bool, frees_norm: bool, activated: int) -> LayerCost:
+def _residual_sum(stream: Stream, frees_norm: bool, activated: int) -> LayerCost:
     """Return the cost of dropout(output) + stream: a one-byte mask is kept of the dropout.
 
-    - `beside`: the sum of the modules before it waits for the module's output.
     - `frees_norm`: the module's input is recomputed, and freed when the module is done.
     - `activated`: elements of an activation that is recomputed, alive until the last product is
       done.
@@ -185,10 +181,8 @@ def _residual_sum(stream: Stream, beside: bool, frees_norm: bool, activated: int
     dropout = stream.dropout
     traffic = 3 * part + (2 * part if dropout else 0)
     working = 0
-    if beside or frees_norm:
-        waiting = part if beside else 0
-        in_module = part + activated + (part if frees_norm else 0)
-        working = waiting + max(stream.gradients, in_module)
+    if frees_norm:
+        working = max(stream.gradients, 2 * part + activated)
     return LayerCost(
         0,
         Work(traffic=traffic),

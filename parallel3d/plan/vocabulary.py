@@ -8,8 +8,8 @@ from parallel3d.base.section import Problem
 from parallel3d.config import RunConfig
 
 VOCABULARY = "parallel3d.model.vocab_size"
-# Tokens of published models, by family: GPT-2, Llama 2, GPT-NeoX and Pythia, Mixtral.
-_PUBLISHED = {"gpt": 50257, "llama": 32000, "neox": 50432, "moe": 32000}
+# Tokens of published models, by family: GPT-2, Llama 2, Mixtral.
+_PUBLISHED = {"gpt": 50257, "llama": 32000, "moe": 32000}
 # Names of tokenizers on the hub and the sizes that their models' config.json have.
 _BY_NAME = {
     "gpt2": 50257,

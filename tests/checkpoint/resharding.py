@@ -24,6 +24,7 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
 from tests.cases import Case, Trainer
 from tests.meshes import sizes_of
+from tests.models.architectures import small_config
 from tests.models.families import small
 from tests.verify.measuring import number_anew
 
@@ -43,6 +44,11 @@ MODELS = {
     # Fewer key/value heads than four tp ranks, so that some ranks hold the same ones.
     "llama": _sizes("llama", num_key_value_heads=2, num_hidden_layers=3),
     "moe": _sizes("moe", num_experts=4, router="sigmoid", score_bias=True),
+    "gpt_neox": {
+        "family": "transformers",
+        "config": small_config("gpt_neox"),
+        "vocab_size": 260,
+    },
 }
 MICROBATCHES = 2
 BATCH = 8

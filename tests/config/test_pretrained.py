@@ -110,30 +110,6 @@ SLIDING = "sliding_attention"
 SLIDES = {"sliding_window": 64, "use_sliding_window": True, "layer_types": None}
 QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
-PYTHIA = {
-    "architectures": ["GPTNeoXForCausalLM"],
-    "model_type": "gpt_neox",
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "vocab_size": 5000,
-    "max_position_embeddings": 512,
-    "layer_norm_eps": 1e-5,
-    "rotary_emb_base": 10000,
-    "rotary_pct": 0.25,
-    "hidden_act": "gelu",
-    "use_parallel_residual": True,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-    "classifier_dropout": 0.1,
-    "torch_dtype": "float16",
-    "use_cache": True,
-}
-ROPE = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
-
 
 def windows(window, *types):
     return {"sliding_window": window, "layer_types": types or None}
@@ -168,7 +144,7 @@ def refused(folder, **model):
 
 def family_of(config):
     """The hand-written family of a config.json; the family of any decoder is not asked."""
-    return {"gpt2": "gpt", "gpt_neox": "neox"}.get(config.get("model_type"), "llama")
+    return {"gpt2": "gpt"}.get(config.get("model_type"), "llama")
 
 
 MODEL_BLOCKS = [
@@ -206,14 +182,6 @@ MODEL_BLOCKS = [
     (SMOLLM3, {"no_rope_layer_interval": 3, "tie_word_embeddings": True, "qk_norm": False}),
     (SMOLLM3 | {"no_rope_layers": [1, 1, 1, 1]}, {"no_rope_layer_interval": None}),
     (SMOLLM3 | {"no_rope_layers": None, "rope_theta": None}, {"rope_theta": 2e6}),
-    (PYTHIA, {"rotary_size": 4, "rotary_emb_base": 1e4, "inner_size": 256, "activation": "gelu"}),
-    (PYTHIA | {"rotary_pct": None, "rotary_emb_base": None}, {"rotary_pct": 0.25}),
-    (PYTHIA | {"rope_parameters": ROPE}, {"rotary_pct": 0.5, "rotary_emb_base": 5e5}),
-    (PYTHIA | {"rope_scaling": {"type": "default"}}, {"rotary_pct": 0.25}),
-    (PYTHIA | {"use_parallel_residual": False}, {"use_parallel_residual": False}),
-    (PYTHIA | {"tie_word_embeddings": True}, {"tie_word_embeddings": True}),
-    (PYTHIA | {"hidden_act": "gelu_fast"}, {"activation": "gelu_fast"}),
-    (PYTHIA | {"hidden_act": "gelu_pytorch_tanh"}, {"activation": "gelu_new"}),
 ]  # fmt: skip
 
 
@@ -273,18 +241,6 @@ REFUSED = [
     ({}, "model_type: is not supported; use one of"),
     (LLAMA | {"hidden_size": "96"}, 'model.hidden_size = "96": must be an integer'),
     (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads = 5: does not divide"),
-    (PYTHIA | {"hidden_act": "relu"}, 'hidden_act = "relu": is neither GELU nor'),
-    (PYTHIA | {"attention_bias": False}, "attention_bias = false: removes the biases"),
-    (PYTHIA | {"attention_dropout": 0.1}, "attention_dropout = 0.1: adds dropout"),
-    (PYTHIA | {"hidden_dropout": 0.1}, "hidden_dropout = 0.1: adds dropout"),
-    (PYTHIA | {"architectures": ["GPTNeoXForQuestionAnswering"]}, "architectures = "),
-    (PYTHIA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'has rope_type "linear"'),
-    (PYTHIA | {"rope_scaling": {"rope_type": "dynamic"}}, 'has rope_type "dynamic"'),
-    (PYTHIA | {"rope_parameters": ROPE | {"rope_type": "yarn"}}, 'has rope_type "yarn"'),
-    (PYTHIA | {"rope_parameters": ROPE | {"more": 1}}, "has more, which is unknown"),
-    (PYTHIA | {"num_attention_heads": 5}, "num_attention_heads = 5: does not divide"),
-    (PYTHIA | {"rotary_pct": 0.2}, "rotary_pct = 0.2: rotates 3 of a head's 16 features"),
-    (PYTHIA | {"logits_soft_cap": 3.0}, "logits_soft_cap = 3.0: caps the logits"),
     # fields of other kinds
     (LLAMA | {"layer_types": [["x"]] * 4}, "]: has layers that do not attend to all tokens or to"),
     (MISTRAL | {"layer_types": [{}]}, "layer_types = [{}]: has layers that do not attend"),
@@ -293,9 +249,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "config", [GRANITE | {"layer_rope_theta": 7}, PYTHIA | {"rope_parameters": [1]}]
-)
+@pytest.mark.parametrize("config", [GRANITE | {"layer_rope_theta": 7}])
 def test_field_of_a_wrong_type_gives_a_message(config, tmp_path):
     folder = published(tmp_path / "model", config)
     assert f"{folder / 'config.json'}: has a field that cannot be read" in refused(folder)

@@ -33,7 +33,6 @@ EPS = 1e-3
 MODELS = {
     "GPT2LMHeadModel": small("gpt"),
     "GPT2LMHeadModel, untied": small("gpt", tie_word_embeddings=False, layer_norm_epsilon=EPS),
-    "GPTNeoXForCausalLM": small("neox", layer_norm_eps=EPS, rotary_emb_base=50.0, rotary_pct=0.5),
     "LlamaForCausalLM, grouped, tied": small("llama", tie_word_embeddings=True, **GROUPED),
     "LlamaForCausalLM, biases": small(
         "llama", attention_output_bias=True, rope_theta=50.0, rms_norm_eps=EPS, **BIASES, **GROUPED

@@ -33,7 +33,6 @@ MODELS = {
     if "parametrization" in models.config_class(family).model_fields
 } | {
     "gpt, untied": ("gpt", {"tie_word_embeddings": False}),
-    "neox, one after the other": ("neox", {"use_parallel_residual": False}),
     "qwen2": ("llama", {"attention_bias": True}),
     "llama, biases": ("llama", BIASES),
     "qwen3": ("llama", {"qk_norm": True, "head_dim": 16}),

@@ -1,6 +1,7 @@
 """Any decoder of transformers in stages and on tensor-parallel ranks, against the whole model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,29 @@ DEFAULT = [
     "gemma2",
     "gemma3_text",
     "glm4",
+    "gpt_neox",
     "granite",
     "phi3",
     "starcoder2",
 ]
+# GPT-NeoX with attention and MLP one after the other, where the default has them side by side.
+IN_TURN = {
+    "use_parallel_residual": False,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+    "hidden_act": "gelu_new",
+    "layer_norm_eps": 1e-3,
+}
 STD = 0.2  # attention is far from uniform, so a wrong mask or rotation is seen
 
 
 def test_decoders_are_equal_to_one_process():
     cases = [case_of(kind, STD, (2, 1, 2)) for kind in DEFAULT]
-    for kind, errors in zip(DEFAULT, errors_on_ranks(cases), strict=True):
+    model = case_of("gpt_neox", STD, (2, 1, 2)).model
+    in_turn = model | {"config": model["config"] | IN_TURN}
+    cases.append(replace(cases[0], model=in_turn))
+    names = [*DEFAULT, "gpt_neox, in turn"]
+    for kind, errors in zip(names, errors_on_ranks(cases), strict=True):
         assert max(errors.loss, errors.grad_norm, errors.weight) < 1e-5, (kind, errors)
 
 

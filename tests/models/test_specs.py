@@ -10,7 +10,6 @@ from math import sqrt
 import pytest
 from pydantic import ValidationError
 
-from parallel3d.config import RunConfig
 from parallel3d.extras.scaling.runs import count
 from parallel3d.models import config_class, families, layers, num_params, train_flops_per_token
 from parallel3d.models.llama import spec as llama
@@ -135,42 +134,6 @@ def test_active_parameters_are_shown_beside_totals(monkeypatch):
     assert parameters(specs) == "46.7B parameters (12.9B active)"
 
 
-@pytest.mark.parametrize(
-    ("sizes", "count", "own"),
-    [
-        # The model cards of Pythia, and table 1 of arXiv:2304.01373.
-        ((512, 6, 8, 50304), 70_426_624, 18_915_328),
-        ((768, 12, 12, 50304), 162_322_944, 85_056_000),
-        ((1024, 24, 16, 50304), 405_334_016, 302_311_424),
-        ((2048, 16, 8, 50304), 1_011_781_632, 805_736_448),
-        ((2048, 24, 16, 50304), 1_414_647_808, 1_208_602_624),
-        ((2560, 32, 32, 50304), 2_775_208_960, 2_517_652_480),
-        ((4096, 32, 32, 50432), 6_857_302_016, 6_444_163_072),
-        ((5120, 36, 40, 50688), 11_846_072_320, 11_327_027_200),
-        # GPT-NeoX-20B (its model card).
-        ((6144, 44, 64, 50432), 20_554_567_680, 19_934_859_264),
-    ],
-)
-def test_parameters_of_neox_with_and_without_embeddings(sizes, count, own):
-    config = model("neox", *sizes)
-    first, *_, last = layers(config)
-    output = sum(p.numel for p in last.params if p.name == "output.weight")
-    assert (num_params(config), num_params(config) - first.num_params - output) == (count, own)
-
-
-@pytest.mark.parametrize(
-    ("name", "count"), [("pythia-70m", 70_426_624), ("pythia-1.4b", 1_414_647_808)]
-)
-def test_shipped_configs_have_the_published_number_of_parameters(name, count):
-    """And train in as many steps as those did, of 1024 x 2048 tokens."""
-    config = RunConfig.from_json(name)
-    sizes = config.mesh
-    config = config.resolve(sizes.pp * sizes.dp * sizes.tp).completed()
-    assert num_params(config.model) == count
-    assert (config.global_batch_size, config.data.sequence_length) == (1024, 2048)
-    assert (config.num_steps, config.train.lr_schedule.warmup_steps) == (143_000, 1430)
-
-
 HIDDEN = 64
 BLOCKS = 3
 VOCAB = 1000
@@ -183,7 +146,6 @@ ATTENTION = 4 * HIDDEN * HIDDEN  # elements of its matrices
     ("family", "heads", "settings", "matrices", "width"),
     [
         ("gpt", 4, {}, ATTENTION + 8 * HIDDEN * HIDDEN, HIDDEN),
-        ("neox", 4, {"intermediate_size": INNER}, ATTENTION + 2 * HIDDEN * INNER, HIDDEN),
         (  # a token enters the router, two experts and a shared one
             "moe",
             4,
@@ -234,12 +196,6 @@ def test_key_value_heads_are_never_cut():
     assert [keys.is_partial({"tensor": tp}, False) for tp in (1, 2, 4)] == [False, False, True]
 
 
-@pytest.mark.parametrize(("share", "turning"), [(0.25, 4), (1.0, 16), (0.5, 8), (0.3, 4)])
-def test_number_of_rotated_features(share, turning):
-    """Of heads of 16; rounded down, as in transformers."""
-    assert model("neox", 64, 1, 4, VOCAB, rotary_pct=share).rotary_size == turning
-
-
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
@@ -272,31 +228,11 @@ def test_number_of_rotated_features(share, turning):
             "num_key_value_heads = 8: does not divide num_attention_heads=4; use 4",
         ),
         (
-            "neox",
+            "gpt",
             {"num_attention_heads": 5},
             "num_attention_heads = 5: does not divide "
             "hidden_size=64; use 4 heads, or a hidden_size that is a multiple of 5",
         ),
-        (
-            "neox",
-            {"rotary_pct": 0.2},
-            "rotary_pct = 0.2: rotates 3 of a head's 16 features, "
-            "but features rotate in pairs; use 0.25",
-        ),
-        (
-            "neox",
-            {"rotary_pct": 0.05},
-            "rotary_pct = 0.05: rotates 0 of a head's 16 features, "
-            "but features rotate in pairs; use 0.125",
-        ),
-        (
-            "neox",
-            {"hidden_size": 60, "rotary_pct": 1.0},
-            "rotary_pct = 1.0: rotates 15 of a head's "
-            "15 features, but features rotate in pairs; use 0.9334",
-        ),
-        ("neox", {"rotary_pct": 0.0}, "greater than 0"),
-        ("neox", {"rotary_pct": 1.5}, "less than or equal to 1"),
         (
             "moe",
             {"num_experts_per_tok": 9},
@@ -318,7 +254,6 @@ def test_number_of_rotated_features(share, turning):
             "capacity_factor = 4.5: allows an expert more tokens "
             "than there are; use at most 4, or null for no limit",
         ),
-        ("neox", {"activation": "relu"}, "'gelu', 'gelu_fast' or 'gelu_new'"),
     ],
 )
 def test_bad_sizes_are_refused(family, settings, message):
@@ -354,18 +289,6 @@ def test_shrunk_model_keeps_its_switches(kind):
 def test_all_problems_of_a_model_are_reported_at_once():
     with pytest.raises(ValidationError, match=r"num_attention_heads = 5(.|\n)*num_key_value_he"):
         model("llama", 64, 1, 5, VOCAB, num_key_value_heads=4)
-
-
-def test_proposed_remedy_is_accepted():
-    """Also where the share is no round number."""
-    for hidden in range(8, 400, 4):
-        for percent in range(1, 101):
-            try:
-                model("neox", hidden, 1, 4, VOCAB, rotary_pct=percent / 100)
-            except ValidationError as error:
-                remedy = str(error).rpartition("use ")[2].split()[0].rstrip(",;[")
-                made = model("neox", hidden, 1, 4, VOCAB, rotary_pct=float(remedy))
-                assert made.rotary_size % 2 == 0
 
 
 @pytest.mark.parametrize("family", WRITTEN)

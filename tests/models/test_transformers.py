@@ -81,7 +81,6 @@ VARIANTS |= {
     ),
     "OLMo 2": small("llama", num_key_value_heads=2, **OLMO2),
     "OLMo 2, one kv head": small("llama", num_key_value_heads=1, head_dim=16, **OLMO2, **OUTPUT),
-    "GPT-NeoX, whole heads turn": small("neox", rotary_pct=1.0, activation="gelu_fast"),
 }
 LENGTHS = ([5, 11, 1, 31], [40, 8])  # tokens of each document in two samples
 DOCUMENTS = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in LENGTHS])

@@ -20,7 +20,7 @@ LLAMA = {
     "tie_word_embeddings": False,
     "num_hidden_layers": 2,
 }
-NEOX = {"family": "neox", "num_hidden_layers": 2, "tie_word_embeddings": False}
+UNTIED = {"num_hidden_layers": 2, "tie_word_embeddings": False}
 SMALL = {"steps": 3, "batch": 8, "microbatches": 2}
 
 
@@ -110,15 +110,15 @@ ACROSS = "a collective of tensor parallelism"
 
 IN_FULL = {
     "llama": case("pointwise", zero_stage=3, mesh=(2, 1, 2), sequence_parallel=True),
-    "neox": case("pointwise", model=NEOX, checkpointing="selective"),
+    "gpt untied": case("pointwise", model=UNTIED, checkpointing="selective"),
     "gpt": case("pointwise", model={"num_hidden_layers": 2}, tied=True, zero_stage=2),
     "llama block": case("block", zero_stage=1),
     "llama block again": case("block", zero_stage=0, checkpointing="full"),
     "llama block selective": case("block", zero_stage=2, checkpointing="selective"),
     "llama block tp": case("block", zero_stage=1, mesh=(1, 1, 2)),
     "llama block sp": case("block", zero_stage=2, mesh=(1, 1, 2), sequence_parallel=True),
-    "neox block": case("block", model=NEOX, zero_stage=2),
-    "neox block tp": case("block", model=NEOX, zero_stage=0, mesh=(1, 1, 2)),
+    "gpt block untied": case("block", model=UNTIED, zero_stage=2),
+    "gpt block tp": case("block", model=UNTIED, zero_stage=0, mesh=(1, 1, 2)),
     "gpt block": case("block", model={"num_hidden_layers": 2}, tied=True, zero_stage=1),
 }
 

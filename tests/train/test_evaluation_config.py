@@ -20,7 +20,6 @@ OTHER = [
     ("gpt", {}, {"intermediate_size": 64}, "intermediate_size = 64: {} was trained with null"),
     ("llama", {"rope_theta": 5e5}, {}, "rope_theta = 10000.0: {} was trained with 500000.0"),
     ("llama", {}, {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
-    ("neox", {}, {"activation": "gelu_new"}, 'activation = "gelu_new": {} was trained with "gelu"'),
 ]
 
 

@@ -23,7 +23,7 @@ STAGES = {
     name: next(n for n in (2, 1, 3) if schedules.why_not(name, 2, 4, n) is None)
     for name in schedules.names()
 }
-MODELS = ["gpt", "gpt untied", "llama", "llama untied", "neox"]
+MODELS = ["gpt", "gpt untied", "llama", "llama untied"]
 MUP = {"type": "mup", "base_width": 16, "base_depth": 2}
 OTHER = {
     "scale": "match_rms_adamw",

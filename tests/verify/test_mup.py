@@ -73,11 +73,10 @@ FEW = {
     "gpt": dict(mesh=(4, 1, 1), zero=1, mup=DEPTH),
     "llama": dict(mesh=(1, 1, 4), zero=3, mup=MUP),
     "moe": dict(mesh=(1, 1, 2), zero=3, mup=MUP),
-    "neox": dict(mesh=(2, 1, 2), zero=3, offload="cpu", mup=MUP),
 }
 
 
-@pytest.mark.parametrize("family", [SLOW(f) if f == "neox" else f for f in FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("operators")
 def test_parity_with_mup_written_anew(family, plain):
     case = dict(FEW.get(family, FEW["llama"]))

@@ -88,7 +88,7 @@ MUP = {
 
 
 @pytest.mark.parametrize("name", MUP)
-@pytest.mark.parametrize("family", ["gpt", "neox"])
+@pytest.mark.parametrize("family", ["gpt"])
 def test_width_over_base_width_is_kept(name, family):
     hidden, heads, bases = MUP[name]
     sizes = {"hidden_size": hidden, "num_attention_heads": heads}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
@@ -13,13 +14,16 @@ import yaml
 from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.reader import JsonObject
+from parallel3d.base.section import Problems
 from parallel3d.config import RunConfig, document
 from parallel3d.extras.foreign import megatron, nanotron, neox, trainer
 from parallel3d.extras.foreign.rules import Row, Rule, Verdict
+from parallel3d.models import earlier
 
 _MODEL = "parallel3d.model"
+_FAMILY = f"{_MODEL}.family"
 _LR_SCHEDULE = "parallel3d.train.lr_schedule"
-# norm, positions, MLP, biases
+# norm, positions, MLP, biases; "neox" has become the family "transformers" (models/earlier.py)
 _FAMILIES = {
     ("layernorm", "learned", "gelu", True): "gpt",
     ("layernorm", "rotary", "gelu", True): "neox",
@@ -100,7 +104,19 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
     ours = [(path, json.dumps(value)) for path, value in values.items() if path[0] != "@"]
     config: dict[str, Any] = {}
     reader.set_values(config, sorted(ours, key=lambda pair: pair[0].startswith("parallel3d")))
+    if values.get(_FAMILY) == "neox":
+        with suppress(Problems):  # the config's check says what is missing
+            config["parallel3d"]["model"], _ = earlier.translated(config["parallel3d"]["model"])
+        rows = [row._replace(path=_of_gpt_neox(row.path)) for row in rows]
     return config, rows
+
+
+def _of_gpt_neox(path: str) -> str:
+    """Return where a setting of the family "neox" is now."""
+    section, _, name = path.rpartition(".")
+    if section != _MODEL or name not in earlier.FIELDS:
+        return path
+    return f"{_MODEL}.config.{earlier.FIELDS[name]}"
 
 
 def check(config: JsonObject, path: str) -> list[str]:
@@ -207,7 +223,10 @@ def _add_model(values: dict[str, Any], _: str) -> Iterator[Row]:
     if family is None:
         yield Row("REFUSED", "the architecture", parts, why="no family has all of it")
         return
-    values["parallel3d.model.family"] = family
+    values[_FAMILY] = family
+    if family == "neox":
+        why = "start with initializer_range, as transformers' GPT-NeoX does, not with less"
+        yield Row("DIFFERS", "weights before the residual", "scaled by depth", why=why)
     for name, (fields, only, verdict) in _OF_FAMILIES.items():
         if family not in fields and values.get(name, only) != only:
             yield Row(verdict, f"{family}'s {name[1:]}", values[name], why=f"is always {only}")

@@ -70,7 +70,7 @@ TABLE: dict[str, Rule] = {
     ),
     "use-rotary-position-embeddings": Rule("parallel3d.model.family@position", {True: "rotary"}),
     **dropped("no-position-embedding", "as the type of the positions says"),
-    "rotary-percent": Rule("parallel3d.model.rotary_pct@rotary_pct"),
+    "rotary-percent": Rule("parallel3d.model.config@rotary_pct"),
     "rotary-base": Rule("parallel3d.model@rope_theta"),
     "no-rope-freq": Rule(
         "parallel3d.model.no_rope_layer_interval@no_rope_layers",
@@ -95,9 +95,7 @@ TABLE: dict[str, Rule] = {
     **dropped("apply-layernorm-1p", "another way to store the same norm"),
     "swiglu": Rule("parallel3d.model.family@mlp", {True: "swiglu", False: "gelu"}),
     **missing("squared-relu openai-gelu", "no family has it", verdict="REFUSED"),
-    "no-bias-gelu-fusion": Rule(
-        "parallel3d.model.activation@gelu", {True: "gelu", False: "gelu_fast"}
-    ),
+    "no-bias-gelu-fusion": Rule("parallel3d.model.config@gelu", {True: "gelu", False: "gelu_fast"}),
     "disable-bias-linear": Rule("parallel3d.model.family@bias", {True: False, False: True}),
     "add-qkv-bias": Rule("parallel3d.model.attention_bias"),
     "qk-layernorm": Rule("parallel3d.model.qk_norm"),

@@ -38,10 +38,10 @@ TABLE: dict[str, Rule] = {
         {"learned": "learned", "rotary": "rotary"},
         verdict="REFUSED",
     ),
-    "rotary_pct": Rule("parallel3d.model.rotary_pct@rotary_pct"),
+    "rotary_pct": Rule("parallel3d.model.config@rotary_pct"),
     "rotary_emb_base": Rule("parallel3d.model@rope_theta"),
     "no_weight_tying": Rule("parallel3d.model.tie_word_embeddings", lambda untied: not untied),
-    "gpt_j_residual": Rule("parallel3d.model.use_parallel_residual@parallel_residual"),
+    "gpt_j_residual": Rule("parallel3d.model.config@parallel_residual"),
     **missing("gpt_j_tied", "attention and MLP have a norm each", False, verdict="REFUSED"),
     "activation": Rule(
         "parallel3d.model.family@mlp",
@@ -49,9 +49,7 @@ TABLE: dict[str, Rule] = {
         verdict="REFUSED",
     ),
     "mlp_type": Rule("parallel3d.model.family@mlp_type", {"llama": "llama"}, plain=("regular",)),
-    "bias_gelu_fusion": Rule(
-        "parallel3d.model.activation@gelu", {True: "gelu_fast", False: "gelu"}
-    ),
+    "bias_gelu_fusion": Rule("parallel3d.model.config@gelu", {True: "gelu_fast", False: "gelu"}),
     **dict.fromkeys(
         ("use_bias_in_attn_linear", "use_bias_in_mlp", "use_bias_in_norms"),
         Rule("parallel3d.model.family@bias", plain=(True,)),
