@@ -20,6 +20,8 @@ RUNS_TRANSFORMERS = True
 """The family runs the modules of transformers themselves."""
 # Every folder has the names of the whole model.
 PREFIX = ""
+# The output projection of GPT-NeoX has two names in files.
+OTHER_NAMES = {"lm_head.weight": "embed_out.weight"}
 # Frequencies and GPT-NeoX's masks, which old versions of transformers saved with the weights.
 BUFFERS = re.compile(r".*rotary_emb\.inv_freq|(gpt_neox\.)?layers\.\d+\.attention\.(masked_)?bias")
 

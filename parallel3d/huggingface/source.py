@@ -397,7 +397,7 @@ class PublishedWeights:
         for path, tensors in by_path.items():
             for stored in tensors:
                 own = stored.name
-                name = others.get(own, own)
+                name = own if own in known else others.get(own, own)
                 name = name if name in known else f"{prefix}{name}"
                 if name not in known:
                     if self._family.BUFFERS.fullmatch(own.removeprefix(prefix)):

@@ -14,7 +14,7 @@ from tests.checkpoint.folders import FIRST, KINDS, SECOND, seal, state_of, write
 from tests.checkpoint.resharding import MODELS, STEPS, Side, load_all
 from tests.config.configs import raw
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
+pytestmark = pytest.mark.gloo
 HEADS = 4
 SIZE = 8
 HIDDEN = 32
