@@ -76,8 +76,9 @@ def _of_neox(block: Mapping[str, Any], old: Mapping[str, Any]) -> tuple[dict[str
         return shared, [note]
     fields: dict[str, Any] = {"model_type": _GPT_NEOX}
     fields |= {FIELDS[name]: value for name, value in old.items()}
-    if fields.get("intermediate_size") is None and isinstance(old.get("hidden_size"), int):
-        fields["intermediate_size"] = 4 * old["hidden_size"]
+    hidden = old.get("hidden_size")
+    if fields.get("intermediate_size") is None and isinstance(hidden, int | float):
+        fields["intermediate_size"] = 4 * int(hidden)
     return shared | {"config": fields | shared.get("config", {})}, [note]
 
 

@@ -304,8 +304,10 @@ class PublishedWeights:
         self._tensors = self._headers({*chain.from_iterable(forms), *self._tied.values()})
         expected: dict[str, Tensor] = {}
         for name, tensors in in_files.items():
+            others = sorted(tensors.keys() - in_modules[name].keys())
             if tensors.keys() != in_modules[name].keys() <= self._tensors.keys():
                 self._packed.add(name)
+                self._refuse_twice(next(iter(in_modules[name])), *others)
             expected |= in_modules[name] if name in self._packed else tensors
         for name, value in expected.items():
             self._check(name, tuple(value.shape))
@@ -416,6 +418,16 @@ class PublishedWeights:
                     )
                 stored_by_name[name] = stored
         return stored_by_name
+
+    def _refuse_twice(self, first: str, *others: str) -> None:
+        """Raise ConfigError if files have a parameter in both of its forms."""
+        for name in others:
+            if name in self._tensors:
+                stored = self._tensors[name]
+                raise ConfigError(
+                    f"{stored.path}: {name} is also in {self._tensors[first].path.name}, as "
+                    f"{first}; remove one in a copy of the folder"
+                )
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ConfigError if a tensor is missing or has another shape or an unknown type."""
