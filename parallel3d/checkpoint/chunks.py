@@ -38,6 +38,12 @@ class Box(NamedTuple):
         """Number of elements in the box; 1 for a scalar."""
         return prod(self.shape)
 
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return the elements of a tensor that are in the box, as a view."""
+        for dim, (first, size) in enumerate(zip(self.offsets, self.shape, strict=True)):
+            tensor = tensor.narrow(dim, first, size)
+        return tensor
+
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, int]]:
     """Return the contiguous boxes that tile the flat range [start, stop) of a tensor, in order.

@@ -105,13 +105,6 @@ class HashedChunks:
             ) from None
 
 
-def _part(tensor: Tensor, box: Box) -> Tensor:
-    """Return a box of a tensor, as a view."""
-    for dim, (first, size) in enumerate(zip(*box, strict=True)):
-        tensor = tensor.narrow(dim, first, size)
-    return tensor
-
-
 class CheckpointSource:
     """The fp32 master weights in a checkpoint of any mesh, with its config and state.
 
@@ -155,14 +148,13 @@ class CheckpointSource:
         tensor = self._stored[name]
         value = empty(tensor.shape, torch.float32)
         for file, chunk in self._chunks[tensor.name]:
-            file.read(chunk, _part(value, chunk.box))
+            file.read(chunk, chunk.box.part_of(value))
         shape = self._shapes[name]
         if shape == tensor.shape:
             return value
         own = empty(shape, torch.float32)
         for rows, *place in tensor.boxes((0,) * len(shape), shape):
-            part = _part(value, Box(*place))
-            own[rows] = part.reshape(own[rows].shape)
+            own[rows] = Box(*place).part_of(value).reshape(own[rows].shape)
         return own
 
     def check(self, progress: Progress = no_progress) -> None:
