@@ -51,7 +51,7 @@ def file_of(type_name: str) -> str:
 def _zero_stage(value: object) -> object:
     """Return the value if it is an integer: to Python, true and 1.0 equal a choice of 0 to 3."""
     if type(value) is not int:
-        raise ValueError("must be 0, 1, 2 or 3; write a whole number")
+        raise ValueError("must be 0, 1, 2 or 3; write 0, 1, 2 or 3")
     return value
 
 

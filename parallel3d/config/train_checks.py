@@ -281,7 +281,7 @@ def check_lr_schedule(train: TrainConfig, data: DataConfig) -> Iterator[Problem]
             path,
             decay,
             f"plus warmup_steps={warmup} exceeds the run's {steps} steps",
-            f"use at most {rest}" if rest > 0 else f"use {steps} or less for both",
+            f"use at most {rest}" if rest > 0 else f"let the two add up to at most {steps}",
         )
 
 

@@ -28,7 +28,7 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
     """Return why the sizes are invalid, or None: each rank needs several stages."""
     if stages_per_rank == 1:
-        return "stages_per_rank=1; use 2 or more, or the schedule 'gpipe', which is the same"
+        return "stages_per_rank=1; use stages_per_rank = 2 or more, or the schedule 'gpipe'"
     return None
 
 

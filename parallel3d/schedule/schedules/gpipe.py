@@ -20,7 +20,8 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
     """Return why the sizes are invalid, or None: each rank needs one stage."""
     if stages_per_rank != 1:
-        return f"stages_per_rank={stages_per_rank}; use 1, or the schedule 'interleaved'"
+        remedy = "use stages_per_rank = 1, or the schedule 'interleaved'"
+        return f"stages_per_rank={stages_per_rank}; {remedy}"
     return None
 
 

@@ -48,7 +48,7 @@ def order(pp_size: int, num_microbatches: int, num_chunks: int) -> list[tuple[in
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
     """Return why the sizes are invalid, or None: each rank needs several stages."""
     if stages_per_rank == 1:
-        return "stages_per_rank=1; use 2 or more, or the schedule 'one_f_one_b'"
+        return "stages_per_rank=1; use stages_per_rank = 2 or more, or the schedule 'one_f_one_b'"
     return None
 
 

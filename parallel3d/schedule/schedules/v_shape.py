@@ -35,7 +35,9 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
     """Return why the sizes are invalid, or None: each rank needs two stages."""
     if stages_per_rank != 2:
-        return f"stages_per_rank={stages_per_rank}; a V has two arms, use 2"
+        return (
+            f"stages_per_rank={stages_per_rank}; use stages_per_rank = 2, one for each arm of the V"
+        )
     return None
 
 

@@ -70,10 +70,12 @@ def _program(early: int, late: int, to_the_turn: int, num_microbatches: int) -> 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
     """Return why the sizes are invalid, or None: two stages per rank, enough microbatches."""
     if stages_per_rank != 2:
-        return f"stages_per_rank={stages_per_rank}; a V has two arms, use 2"
+        return (
+            f"stages_per_rank={stages_per_rank}; use stages_per_rank = 2, one for each arm of the V"
+        )
     if num_microbatches < 2 * pp_size - 1:
         few = f"{num_microbatches} microbatches do not fill a V of {pp_size} ranks"
-        return f"{few}; use {2 * pp_size - 1} or more, or the schedule 'v_shape'"
+        return f"{few}; use {2 * pp_size - 1} microbatches or more, or the schedule 'v_shape'"
     return None
 
 
