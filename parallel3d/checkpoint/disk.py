@@ -125,7 +125,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> dict[str, Entry]:
-    """Copy a folder's small files, synced to disk, and return their sizes and hashes by name.
+    """Copy a folder's small files, synced to disk, and return their sizes and hashes by path.
 
     Removes an old target. Raises OSError.
     """
@@ -133,10 +133,14 @@ def copy_folder(source: Path, target: Path) -> dict[str, Entry]:
     fault_point("checkpoint.before_folder")
     target.mkdir()
     entries = {}
-    for path in sorted(source.iterdir()):
-        if path.is_file():
-            entries[path.name] = write_file(target / path.name, [path.read_bytes()])
-    sync_folder(target)
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source).as_posix()
+        if path.is_dir():
+            (target / name).mkdir()
+        elif path.is_file():
+            entries[name] = write_file(target / name, [path.read_bytes()])
+    for folder in [*filter(Path.is_dir, target.rglob("*")), target]:
+        sync_folder(folder)
     return entries
 
 

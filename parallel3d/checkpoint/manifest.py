@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import file_digest
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
@@ -255,8 +255,8 @@ def _check_tokenizer(folder: Path, state: Mapping[str, Any]) -> Iterator[Fault]:
     entries = state.get(TOKENIZER_FILES)
     if entries is None:  # written by an earlier version
         return
-    if not isinstance(entries, dict) or any("/" in name for name in entries):
-        yield Fault(STATE, f"{TOKENIZER_FILES} must be an object of plain file names")
+    if not isinstance(entries, dict) or not all(map(_is_inside, entries)):
+        yield Fault(STATE, f"{TOKENIZER_FILES} must be an object of paths in {TOKENIZER}")
         return
     for name, entry in entries.items():
         try:
@@ -266,9 +266,16 @@ def _check_tokenizer(folder: Path, state: Mapping[str, Any]) -> Iterator[Fault]:
             continue
         if reason:
             yield Fault(f"{TOKENIZER}/{name}", reason)
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    files = filter(Path.is_file, folder.rglob("*"))
+    names = {path.relative_to(folder).as_posix() for path in files}
     for name in sorted(names - set(entries)):
         yield Fault(f"{TOKENIZER}/{name}", f"{STATE} does not list it")
+
+
+def _is_inside(name: str) -> bool:
+    """Return True for a relative path that does not leave its folder."""
+    path = PurePosixPath(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts
 
 
 def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:

@@ -35,6 +35,7 @@ SETTINGS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
 )
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 CARRIED = (*_SPECIAL_IDS, "sep_token_id", "task_specific_params", "use_cache")

@@ -20,6 +20,7 @@ END_OF_TEXT = "<|endoftext|>"
 # Longest text that is encoded at once, in characters; each takes up to 250 bytes of memory.
 LONGEST = 2**17
 # Files that AutoTokenizer reads; a model's directory also holds gigabytes of weights.
+TEMPLATES = "additional_chat_templates"  # transformers' folder of further chat templates
 TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
 

@@ -86,9 +86,16 @@ def published_tokenizer(config: RunConfig) -> Path | None:
     Its tokenizer is the one that the ids are of.
     """
     origin = pretrained_of(config.model)
-    if not isinstance(origin, Pretrained) or origin.revision is not None:
+    if not isinstance(origin, Pretrained):
         return None
     folder = Path(origin.folder)
+    if origin.revision is not None:  # of the hub: it was fetched with the config
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(
+            origin.folder, "tokenizer_config.json", revision=origin.revision
+        )
+        folder = Path(str(cached)).parent
     return folder if (folder / "tokenizer_config.json").is_file() else None
 
 

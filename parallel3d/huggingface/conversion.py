@@ -32,6 +32,7 @@ from parallel3d.huggingface.weight_files import (
     SHARD_BYTES,
     About,
     WeightFiles,
+    copy_tokenizer,
     create,
     publish,
     tokenizer_files,
@@ -224,9 +225,10 @@ def _tokenizer(folder: Path, original: Path) -> Iterator[str]:
     from transformers import AutoTokenizer
 
     for path in tokenizer_files(original):
-        copy = folder / path.name
+        name = path.relative_to(original)
+        copy = folder / name
         if not copy.is_file() or copy.read_bytes() != path.read_bytes():
-            yield f"tokenizer: {path.name} is not that of {original}"
+            yield f"tokenizer: {name} is not that of {original}"
     run_tokenizer = AutoTokenizer.from_pretrained(original, local_files_only=True)
     saved_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if run_tokenizer(SAMPLE).input_ids != saved_tokenizer(SAMPLE).input_ids:
@@ -356,8 +358,9 @@ def import_folder(
     def write(out: Path) -> Proof:
         written = write_tensors(read, layout, out, progress)
         others = (folder / name for name in (CONFIG, GENERATION, CARD, "LICENSE", "LICENSE.txt"))
-        for path in [*filter(Path.is_file, others), *tokenizer_files(folder)]:
+        for path in filter(Path.is_file, others):
             shutil.copyfile(path, out / path.name)
+        copy_tokenizer(folder, out)
         tensors = f"names, shapes, type and values of {len(layout.places)} tensors against {folder}"
         return prove(
             pretrained.class_of(settings) or _class_of(config),

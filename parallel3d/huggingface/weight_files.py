@@ -29,7 +29,7 @@ from parallel3d.base.step_lines import METRICS, parsed
 from parallel3d.checkpoint.chunks import empty, header_bytes, memory_of
 from parallel3d.checkpoint.disk import remove_folder
 from parallel3d.config import RunConfig
-from parallel3d.data.tokenizer import TOKENIZER_SUFFIXES
+from parallel3d.data.tokenizer import TEMPLATES, TOKENIZER_SUFFIXES
 from parallel3d.huggingface.beside import GENERATION, Beside, fill_in
 from parallel3d.mesh.nodes import wait_until
 from parallel3d.model.config import ModelConfig
@@ -310,18 +310,29 @@ def write_rest(folder: Path, about: About, layout: WeightFiles) -> None:
     if settings is not None:
         settings.save_pretrained(folder)
         about.beside.write(folder)
-    for path in tokenizer_files(about.tokenizer):
-        shutil.copyfile(path, folder / path.name)
+    copy_tokenizer(about.tokenizer, folder)
     (folder / CARD).write_text(mask(_card(about, layout, settings)), encoding="utf-8")
 
 
+def copy_tokenizer(tokenizer: Path | None, folder: Path) -> None:
+    """Copy a tokenizer's files into a folder. Raises OSError."""
+    for path in tokenizer_files(tokenizer):
+        assert tokenizer, "it has files"
+        target = folder / path.relative_to(tokenizer)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+
+
 def tokenizer_files(folder: Path | None) -> list[Path]:
-    """Return the tokenizer's files in a folder, which may also contain a model."""
+    """Return the tokenizer's files in a folder, which may also contain a model.
+
+    Chat templates beside the first one are in a folder of their own.
+    """
     if folder is None or not folder.is_dir():
         return []
     return [
         path
-        for path in sorted(folder.iterdir())
+        for path in [*sorted(folder.iterdir()), *sorted((folder / TEMPLATES).glob("*.jinja"))]
         if path.suffix in TOKENIZER_SUFFIXES
         and path.is_file()
         and path.name not in _NOT_OF_A_TOKENIZER

@@ -7,11 +7,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from parallel3d.checkpoint.disk import copy_folder
 from parallel3d.config import RunConfig
 from parallel3d.data.sources import no_progress
-from parallel3d.huggingface.conversion import export, read_back
+from parallel3d.huggingface.beside import published_tokenizer
+from parallel3d.huggingface.conversion import export, import_folder, read_back
 from parallel3d.huggingface.source import CheckpointSource
 from parallel3d.huggingface.weight_files import WeightFiles
+from parallel3d.models.common import Pretrained
 from tests.checkpoint.folders import seal
 from tests.huggingface.checkpoints import STEP, VOCAB, checkpoint_of, run_config, tokenizer_in
 from tests.huggingface.published import GROUPED
@@ -172,3 +175,49 @@ def test_export_differs_if_a_field_is_lost(name, sound, tmp_path):
     damage(tmp_path / "out" / file)
     proof = read_back(tmp_path / "out", source, about, layout, {}, no_progress)
     assert any(words in text for text in proof.differs), proof.differs
+
+
+def test_further_chat_templates_are_carried_over(tmp_path):
+    """Into a checkpoint, which verifies them, into an export, and by an import."""
+    model = published(tmp_path / "model", *PUBLISHED["several ends"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": f"tools: {TEMPLATE}"}
+    tokenizer.save_pretrained(model)
+    further = "additional_chat_templates/tool_use.jinja"
+    assert (model / further).is_file()
+    copied = tmp_path / "copied"
+    entries = copy_folder(model, copied)
+    assert further in entries and (copied / further).read_bytes() == (model / further).read_bytes()
+    out = tmp_path / "imported"
+    assert import_folder(model, out).ok
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+
+    source = trained_on(tmp_path / "run", model, model)
+    layout = WeightFiles(source.config.model)
+    exported = tmp_path / "exported"
+    assert export(source, source.about(), layout, exported, no_progress).ok
+    assert AutoTokenizer.from_pretrained(exported).chat_template == tokenizer.chat_template
+    (exported / further).write_text("another")
+    proof = read_back(exported, source, source.about(), layout, {}, no_progress)
+    assert any(further in difference for difference in proof.differs)
+
+
+def test_tokenizer_of_a_hub_model_is_found_in_the_hubs_cache(tmp_path, monkeypatch):
+    """For a run on token ids, whose corpus has no tokenizer of its own."""
+    cached = published(tmp_path / "abc", *PUBLISHED["neither"])
+    asked = []
+
+    def look(name, file, revision):
+        asked.append((name, revision))
+        return str(cached / file) if name == "owner/model" else None
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", look)
+    source = trained_on(tmp_path / "run", cached, cached)
+    found = {}
+    for name in ("owner/model", "owner/other"):
+        origin = Pretrained(folder=name, revision="abc")
+        model = source.config.model.model_copy(update={"from_pretrained": origin})
+        block = source.config.parallel3d.model_copy(update={"model": model})
+        found[name] = published_tokenizer(source.config.model_copy(update={"parallel3d": block}))
+    assert found == {"owner/model": cached, "owner/other": None}
+    assert asked == [("owner/model", "abc"), ("owner/other", "abc")]
