@@ -92,6 +92,8 @@ def _plain_name(name: str) -> str:
 
 
 def _known_hardware(name: str) -> str:
+    if name.endswith(".json"):
+        return expand_path(name)  # read where it is used: a run's config goes to other machines
     if name != "auto":
         hardware.file_of(name)
     return name

@@ -89,7 +89,7 @@ def published_tokenizer(config: RunConfig) -> Path | None:
     if not isinstance(origin, Pretrained):
         return None
     folder = Path(origin.folder)
-    if origin.revision is not None:  # of the hub: it was fetched with the config
+    if origin.revision is not None:  # the config fetched it from the hub
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(

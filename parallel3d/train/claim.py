@@ -20,7 +20,7 @@ from parallel3d.base.errors import ConfigError, TrainingError, remedy_of
 from parallel3d.base.lock import Lock, LockHeld, read
 from parallel3d.base.say import Say
 from parallel3d.base.section import Section
-from parallel3d.config import ResolvedConfig, RunConfig
+from parallel3d.config import ResolvedConfig, RunConfig, hardware
 from parallel3d.config.run import digest_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
@@ -60,6 +60,8 @@ def resolve_config(config: RunConfig, launch: Launch) -> ResolvedConfig:
             "each host"
         )
     refuse_impossible(config, launch.world_size)
+    if config.run.hardware != "auto":
+        hardware.load(config.run.hardware)  # the file may be missing, or wrong
     if config.is_planned:
         # Imported here because they load the planner and torch, which other configs do not need.
         from parallel3d.plan.report.plan_rows import choose

@@ -141,5 +141,8 @@ def test_one_function_resolves_each_name():
     """The setting takes what the option takes: names, aliases, and paths."""
     for name in ("A100-SXM4-80GB", "a100-80gb", "h100"):
         assert RunConfig.from_dict(raw(**{"parallel3d.run.hardware": name})).run.hardware == name
-    with pytest.raises(ConfigError, match="is not a file"):
-        RunConfig.from_dict(raw(**{"parallel3d.run.hardware": "nowhere/h.json"}))
+    with pytest.raises(ConfigError, match=r'run.hardware = "nowhere/h.json": is not a file'):
+        hardware.load("nowhere/h.json")
+    # The config of a run is read on machines that do not have the file.
+    config = RunConfig.from_dict(raw(**{"parallel3d.run.hardware": "~/nowhere/h.json"}))
+    assert config.run.hardware == str(Path.home() / "nowhere/h.json")

@@ -55,8 +55,8 @@ def path_named(name: str, near: str) -> str | None:
 def parent_of(path: str, name: str) -> str:
     """The block in which a remedy's `"name": value` stands, with its dot."""
     places = [path.rpartition(".")[0], *parents(path), "parallel3d", ""]
-    found = next(p for p in places if (f"{p}.{name}" if p else name) in {*PATHS, *BLOCKS})
-    return f"{found}." if found else ""
+    block = next(p for p in places if (f"{p}.{name}" if p else name) in {*PATHS, *BLOCKS})
+    return f"{block}." if block else ""
 
 
 def parents(path: str) -> Iterator[str]:

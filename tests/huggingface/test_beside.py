@@ -213,11 +213,11 @@ def test_tokenizer_of_a_hub_model_is_found_in_the_hubs_cache(tmp_path, monkeypat
 
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", look)
     source = trained_on(tmp_path / "run", cached, cached)
-    found = {}
+    folders = {}
     for name in ("owner/model", "owner/other"):
         origin = Pretrained(folder=name, revision="abc")
         model = source.config.model.model_copy(update={"from_pretrained": origin})
         block = source.config.parallel3d.model_copy(update={"model": model})
-        found[name] = published_tokenizer(source.config.model_copy(update={"parallel3d": block}))
-    assert found == {"owner/model": cached, "owner/other": None}
+        folders[name] = published_tokenizer(source.config.model_copy(update={"parallel3d": block}))
+    assert folders == {"owner/model": cached, "owner/other": None}
     assert asked == [("owner/model", "abc"), ("owner/other", "abc")]

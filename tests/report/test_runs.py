@@ -162,7 +162,7 @@ def test_hardware_of_unknown_fp32_speed_has_no_plan(tmp_path, own, recognised):
     why = runs.planned(run, None)
     assert isinstance(why, str) and "no FLOP/s is known for fp32" in why
     page, _ = runs.page([run], [why], {})
-    assert f"There is no plan: {why}" in unescape(page) and "dashed" not in page
+    assert f"The time is not planned: {why}" in unescape(page) and "dashed" not in page
     assert rows_of(page)["fullest rank, MiB"] == ["500"]
 
 

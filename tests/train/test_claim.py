@@ -316,3 +316,9 @@ def test_run_stopped_on_one_host_is_resumed_on_another(place):
     first = claim(launch=Launch(0, 1, 0, restart_count=1, is_elastic=True, has_agents=True))
     leave(first, stopped=True)
     assert claim(launch=ELASTIC).folder == first.folder
+
+
+def test_hardware_without_a_file_is_refused_before_the_ranks_meet():
+    config = RunConfig.from_json("ds.json", ["--run.hardware", "nowhere/mine.json"])
+    with pytest.raises(ConfigError, match=r"nowhere/mine.json.* is not a file"):
+        claims.resolve_config(config, Launch(rank=0, local_rank=0, world_size=1))

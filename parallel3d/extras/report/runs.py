@@ -150,7 +150,7 @@ def page(
     for run, plan in zip(runs, plans, strict=True):
         body.append(table(_beside_plan(run, plan)))
         if isinstance(plan, str):
-            body.append(f"<p class=warn>There is no plan: {escape(plan)}.</p>")
+            body.append(f"<p class=warn>The time is not planned: {escape(plan)}.</p>")
     for name, texts in samples.items():
         body.append(f"<h2>Text of {escape(name)}</h2>")
         body += [f"<p>{escape(at)}</p><pre>{escape(text)}</pre>" for at, text in texts.items()]
