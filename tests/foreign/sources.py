@@ -55,7 +55,7 @@ def write_config(root, *, tied=False, family="llama", sizes=SIZES, warmup=None):
         "zero_optimization": {"stage": 1},
         "parallel3d": {
             "mesh": {"pp": 1, "dp": 1, "tp": 1},
-            "model": {"family": family, **sizes, "tie_word_embeddings": tied},
+            "model": {"family": family, **sizes},
             "data": {
                 "source": "tokens",
                 "paths": [str(root / "ids.bin")],
@@ -69,6 +69,8 @@ def write_config(root, *, tied=False, family="llama", sizes=SIZES, warmup=None):
             "checkpoint": {"every": SAVED},
         },
     }
+    if family == "llama":
+        config["parallel3d"]["model"]["tie_word_embeddings"] = tied
     if warmup is not None:
         del config["scheduler"]
         config["gradient_clipping"] = 0.0  # DeepSpeed's default, and ours, is 1
@@ -193,23 +195,73 @@ class Block(nn.Module):
         return out if isinstance(out, torch.Tensor) else out[0]
 
 
-def by_pipeline(rank, root, windows, stage):
-    """Train by DeepSpeed's pipeline engine, on two stages that share the embedding."""
+NEOX = {
+    "model_type": "gpt_neox",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCABULARY,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+}
+
+
+def neox():
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(**{name: x for name, x in NEOX.items() if name != "model_type"})
+    config._attn_implementation = "eager"
+    return GPTNeoXForCausalLM(config)
+
+
+class Output(nn.Module):
+    """The last layer of GPT-NeoX's pipeline."""
+
+    def __init__(self):
+        super().__init__()
+        self.final_linear = nn.Linear(SIZES["hidden_size"], VOCABULARY, bias=False)
+        nn.init.normal_(self.final_linear.weight, std=0.02)
+
+    def forward(self, x):
+        return self.final_linear(x)
+
+
+def by_pipeline(rank, root, windows, stage, named="llama"):
+    """Train by DeepSpeed's pipeline engine, on two stages that share the embedding.
+
+    - `named`: "llama", or "neox" for GPT-NeoX's layers, which have an output of their own.
+    """
     deepspeed = join()
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-    whole = llama(tied=True)
-    layers = [*whole.model.layers]
+    if named == "neox":
+        whole = neox()
+        base = whole.gpt_neox
+        norm = base.final_layer_norm
+    else:
+        whole = llama(tied=True)
+        base = whole.model
+        norm = base.norm
+    layers = [*base.layers]
 
     tied = partial(TiedLayerSpec, "embed", tied_weight_attr="word_embeddings.weight")
-    blocks = [LayerSpec(Block, layer, whole.model.rotary_emb) for layer in layers]
+    blocks = [LayerSpec(Block, layer, base.rotary_emb) for layer in layers]
 
     def loss(logits, labels):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    specs = [tied(Embed), *blocks, lambda x: x, whole.model.norm]
+    if named == "neox":
+        # GPT-NeoX has a layer without parameters before its blocks, and one after them.
+        specs = [LayerSpec(Embed), lambda x: x, *blocks, lambda x: x, norm, LayerSpec(Output)]
+    else:
+        last = tied(Embed, forward_fn=output_of)
+        specs = [tied(Embed), *blocks, lambda x: x, norm, last]
     net = PipelineModule(
-        [*specs, tied(Embed, forward_fn=output_of)],
+        specs,
         num_stages=2,
         loss_fn=loss,
         partition_method="uniform",
@@ -229,7 +281,22 @@ def by_pipeline(rank, root, windows, stage):
         losses.append(float(engine.train_batch(iter(halves))))
         if step + 1 == SAVED:
             engine.save_checkpoint(str(root))
-    return losses, dict(_of_pipeline(net))
+    rename = _of_neox if named == "neox" else _of_pipeline
+    return losses, dict(rename(net))
+
+
+def _of_neox(net):
+    """The weights of a stage of GPT-NeoX under transformers' names."""
+    for name, value in as_arrays(net).items():
+        number, _, leaf = name.partition(".")
+        if leaf == "word_embeddings.weight":
+            yield "gpt_neox.embed_in.weight", value
+        elif leaf == "final_linear.weight":
+            yield "embed_out.weight", value
+        elif leaf in ("weight", "bias"):
+            yield f"gpt_neox.final_layer_norm.{leaf}", value
+        else:
+            yield f"gpt_neox.layers.{int(number) - 2}.{leaf.removeprefix('layer.')}", value
 
 
 def _of_pipeline(net):

@@ -6,12 +6,17 @@ order of rows shows in the logits.
 
 import pytest
 import torch
+from torch.distributed.checkpoint import save
+from transformers import AutoModelForCausalLM
 
 from parallel3d import models
 from parallel3d.checkpoint.chunks import Box
 from parallel3d.extras.foreign.checkpoints.names import Names
 from parallel3d.extras.foreign.checkpoints.tensors import BoxPiece, ForeignTensor
-from tests.foreign.sources import SIZES
+from parallel3d.huggingface.source import CheckpointSource
+from tests.foreign.continuing import convert_checkpoint
+from tests.foreign.plain import SEEN, adamw
+from tests.foreign.sources import SIZES, write_config
 
 pytestmark = pytest.mark.gloo
 
@@ -143,6 +148,28 @@ def test_names_of_gpt_neoxs_llama_in_a_pipeline():
             weight = expected[f"model.layers.{number}.mlp.{name}.weight"]
             tensors[f"{theirs}mlp.{own}.weight"] = weight
     check(resolved(config, tensors), expected)
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_stacked_experts_of_transformers_modules(tmp_path, qk_norm):
+    """Files divide the experts' matrices; a state_dict, and so an optimizer, stacks them."""
+    sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "qk_norm": qk_norm}
+    path = write_config(tmp_path, family="moe", sizes=sizes, warmup=0)
+    config = config_of("moe", **sizes)
+    model = AutoModelForCausalLM.from_config(models.huggingface("moe").architecture(config))
+    optimizer = adamw(model.parameters())
+    for weight in model.parameters():
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    entries = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    save(entries, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    run = tmp_path / "runs" / "new"
+    assert convert_checkpoint(tmp_path / "theirs", run, path, *SEEN) == 0
+    source = CheckpointSource(run)
+    for ours, theirs in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+        stacked = model.get_parameter(f"model.layers.1.mlp.experts.{theirs}")
+        value = source.read(f"blocks.1.mlp.experts.{ours}")
+        assert torch.equal(value.flatten(), stacked.detach().flatten())
 
 
 def test_names_of_torchtitans_llama():

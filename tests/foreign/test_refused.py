@@ -90,6 +90,30 @@ def test_other_optimizer_is_refused(tmp_path, refuses):
     refuses(tmp_path / "sgd", "momentum_buffer", "AdamW")
 
 
+def test_radam_whose_state_is_adams_is_refused(tmp_path, refuses):
+    def radam(weights):
+        return torch.optim.RAdam(weights, lr=RATE)
+
+    Run(make=radam).save(tmp_path / "radam")
+    refuses(tmp_path / "radam", "not AdamW's")
+
+
+def test_folder_of_several_steps_is_refused(tmp_path, refuses):
+    for step in ("step-1", "step-3"):
+        Run().save(tmp_path / "steps" / step)
+    refuses(tmp_path / "steps", "name the folder of one step")
+
+
+def test_other_optimizer_of_deepspeed_is_refused(tmp_path, refuses):
+    """LAMB's state has the keys of Adam's."""
+    folder = tmp_path / "lamb"
+    folder.mkdir()
+    settings = {"optimizer": {"type": "Lamb", "params": {}}}
+    state = {"module": {}, "global_steps": 3, "global_samples": 12, "ds_config": settings}
+    torch.save(state, folder / "mp_rank_00_model_states.pt")
+    refuses(folder, "trained with Lamb", options=())
+
+
 def test_amsgrad_is_refused(tmp_path, refuses):
     def amsgrad(weights):
         return torch.optim.AdamW(weights, lr=RATE, amsgrad=True)

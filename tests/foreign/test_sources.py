@@ -9,7 +9,7 @@ from parallel3d.verify.local_ranks import run_locally
 from tests.foreign import sources
 from tests.foreign.continuing import assert_goes_on, convert_checkpoint, go_on, merged
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(1800)]  # four meshes on a busy machine
 
 MESHES = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2)]
 SEEN = ("--samples-seen", str(sources.SAVED * sources.BATCH))
@@ -51,6 +51,15 @@ def test_run_of_deepspeeds_pipeline_goes_on(tmp_path, stage, meshes):
     windows = sources.samples(config)
     made = run_locally(sources.by_pipeline, 2, tmp_path / "theirs", windows, stage)
     check(tmp_path / "theirs", tmp_path, config, merged(made), meshes)
+
+
+@pytest.mark.slow
+def test_run_of_gpt_neoxs_layers_goes_on(tmp_path):
+    sizes = {"config": sources.NEOX, "vocab_size": sources.VOCABULARY}
+    config = sources.write_config(tmp_path, family="transformers", sizes=sizes)
+    windows = sources.samples(config)
+    made = run_locally(sources.by_pipeline, 2, tmp_path / "theirs", windows, 1, "neox")
+    check(tmp_path / "theirs", tmp_path, config, merged(made), MESHES)
 
 
 @pytest.mark.parametrize(

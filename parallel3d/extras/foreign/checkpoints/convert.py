@@ -4,9 +4,10 @@ One process holds a parameter at a time. The folder gets its name, step-N, when 
 disk and was compared with the source.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import isclose, prod
 from pathlib import Path
@@ -37,7 +38,7 @@ from parallel3d.extras.foreign.checkpoints.source import Source
 from parallel3d.extras.foreign.checkpoints.tensors import KINDS
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.model.spec import LayerSpec, ParamSpec, named_params, tied_names
-from parallel3d.models.pretrained import free_settings
+from parallel3d.models.pretrained import Part, free_settings
 
 _SHARD = "shard-00000-of-00001.safetensors"
 _DERIVED = ("head_dim", "intermediate_size", "num_key_value_heads")
@@ -173,12 +174,20 @@ def _check_architecture(path: Path, config: RunConfig) -> None:
     for name, own in config.model.model_dump().items():
         is_open = name in (*free_settings(family), "from_pretrained", "parametrization")
         # Sizes that are left out follow from others, and shapes show them; so does the tokenizer's.
-        if is_open or own == theirs[name] or own == "auto" or (own is None and name in _DERIVED):
+        said = theirs[name]
+        if is_open or own == said or own == "auto" or (own is None and name in _DERIVED):
+            continue
+        if name == "config" and _agree(json.loads(own), json.loads(said)):
             continue
         raise ConfigError(
-            f"parallel3d.model.{name} = {own!r}: {path / 'config.json'} says {theirs[name]!r}; set "
-            "it to that"
+            f"parallel3d.model.{name} = {own!r}: {path / 'config.json'} says {said!r}; set it to "
+            "that"
         )
+
+
+def _agree(own: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
+    """Return True if two configs of transformers have the same values where both have one."""
+    return all(own[name] == said[name] for name in own.keys() & said.keys())
 
 
 def _complete(config: RunConfig, source: Source, corpus: Corpus) -> CompleteConfig:
@@ -303,6 +312,8 @@ class _State:
         forms = [family.parts(self._config, name, shape)]
         if hasattr(family, "packed"):
             forms.append((family.packed(self._config, name, shape),))
+        else:
+            forms.append(_stacked(name, shape, forms[0]))
         for parts in forms:
             if all(part.name in found for part in parts):
                 return list(parts)
@@ -400,6 +411,19 @@ class _State:
                 f"up to {float((one - other).abs().max()):.2g}; set "
                 "parallel3d.model.tie_word_embeddings = false if the run had two"
             )
+
+
+def _stacked(name: str, shape: tuple[int, ...], parts: Sequence[Part]) -> Sequence[Part]:
+    """Return the tensor of transformers' modules, which stack the matrices that files divide.
+
+    - `parts`: the tensors in files.
+    """
+    own = parts[0].name.replace("block_sparse_moe.", "mlp.")
+    if ".experts." not in own:
+        return [replace(part, name=own) for part in parts[:1]] if len(parts) == 1 else parts
+    matrix = "gate_up_proj" if "gate_up" in name else "down_proj"
+    own = f"{own.partition('.experts.')[0]}.experts.{matrix}"
+    return [Part(own, shape, tuple(range(len(shape))))]
 
 
 def _write(

@@ -26,7 +26,15 @@ METADATA = ".metadata"
 _STATE = re.compile(r"(.*?)(?:^|\.)state\.(.+)\.(\w+)")
 _GROUP = re.compile(r"(?:.*?)(?:^|\.)param_groups\.(.+)\.(\w+)")
 _STEPS = ("step", "global_step", "train_state.step", "trainer.global_step")
-_IN_GROUP = ("lr", "betas", "eps", "weight_decay", "amsgrad", "decoupled_weight_decay")
+_IN_GROUP = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "amsgrad",
+    "maximize",
+    "decoupled_weight_decay",
+)
 
 
 class Folder:
@@ -125,7 +133,14 @@ def open_dcp(folders: Iterable[Path], order: Mapping[str, tuple[int, ...]]) -> S
     opened = [Folder(path) for path in folders]
     first = opened[0].path
     source = Source(first if len(opened) == 1 else first.parent, "torch")
-    tensors = {name: tensor for folder in opened for name, tensor in folder.tensors.items()}
+    tensors: dict[str, ForeignTensor] = {}
+    for folder in opened:
+        if both := tensors.keys() & folder.tensors.keys():
+            raise CheckpointError(
+                f"{source.folder}: {folder.path.name} is not the only checkpoint there with "
+                f"{min(both)}; name the folder of one step"
+            )
+        tensors |= folder.tensors
     of_other = {name: folder for folder in opened for name in folder.others}
     state = _find_state(tensors, source.folder)
     for name in _STEPS:

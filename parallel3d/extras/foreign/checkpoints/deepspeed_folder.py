@@ -64,6 +64,10 @@ def open_deepspeed(folder: Path) -> Source:
                 f"{path}: experts that are divided over ranks cannot be read; convert the folder "
                 "with DeepSpeed's ds_to_universal first"
             )
+    if not models:
+        raise CheckpointError(
+            f"{folder}: mp_rank_00_model_states.pt is missing; copy the whole folder"
+        )
     first = load(models[min(models)][min(models[min(models)])])
     source = Source(folder, "DeepSpeed")
     _take_counters(source, first)
@@ -87,14 +91,27 @@ def open_deepspeed(folder: Path) -> Source:
 
 
 def _take_counters(source: Source, model: Mapping[str, Any]) -> None:
-    """Note the steps, samples and batch of a file of model states."""
+    """Note the steps, samples and batch of a file of model states.
+
+    Raises CheckpointError if its config names another optimizer.
+    """
     if "global_steps" in model:
         source.step = int(model["global_steps"])
     if "global_samples" in model:
         source.samples = int(model["global_samples"])
-    batch = dict(model.get("ds_config") or {}).get("train_batch_size")
+    settings = model.get("ds_config")
+    if not isinstance(settings, dict):
+        return
+    batch = settings.get("train_batch_size")
     if isinstance(batch, int):
         source.batch = batch
+    optimizer = dict(settings.get("optimizer") or {}).get("type")
+    # LAMB keeps what Adam keeps, so its state does not show it.
+    if isinstance(optimizer, str) and optimizer.lower() not in ("adam", "adamw"):
+        raise CheckpointError(
+            f"{source.folder}: was trained with {optimizer}, whose state is not AdamW's; continue "
+            "a run of AdamW or Adam"
+        )
 
 
 def _check_ranks(folder: Path, model: Mapping[str, Any], models: Mapping[int, object]) -> None:

@@ -45,12 +45,26 @@ class Source:
             first.copies.append(tensor)
 
     def take_groups(
-        self, groups: Sequence[Mapping[str, Any]], names: Iterable[Iterable[str]]
+        self, groups: Sequence[Mapping[str, Any]], names: Sequence[Iterable[str]]
     ) -> None:
-        """Note the optimizer's groups and the weight decay of their parameters."""
+        """Note the optimizer's groups and the weight decay of their parameters.
+
+        Raises CheckpointError if they are those of another optimizer of torch.
+
+        - `names`: the parameters of each group, if they are known group by group.
+        """
+        for group in groups:
+            # torch's optimizers have "maximize", and its Adams "amsgrad"; RAdam's state is Adam's.
+            if "maximize" in group and ("amsgrad" not in group or group["maximize"]):
+                raise CheckpointError(
+                    f"{self.folder}: its optimizer's groups have {', '.join(sorted(group))}, which "
+                    "are not AdamW's; continue a run of AdamW or Adam"
+                )
         if not self.groups:
             self.groups = groups
-        for group, of_group in zip(groups, names, strict=False):
+        if len(groups) != len(names):
+            return
+        for group, of_group in zip(groups, names, strict=True):
             decay = float(group.get("weight_decay", 0.0))
             self.decays |= {plain_name(name): decay for name in of_group}
 
