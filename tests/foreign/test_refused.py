@@ -159,6 +159,12 @@ def test_tied_weights_that_differ_are_refused(tmp_path, refuses):
     refuses(folder, "one tied weight", "0.25", options=tied)
 
 
+def test_files_of_another_layout_are_refused(tmp_path, refuses):
+    Run().save_as_trainer(tmp_path / "theirs")
+    torch.save({"states": []}, tmp_path / "theirs" / "optimizer.pt")
+    refuses(tmp_path / "theirs", "unknown layout", "param_groups")
+
+
 def test_folder_without_a_checkpoint_is_refused(tmp_path, refuses):
     (tmp_path / "empty").mkdir()
     refuses(tmp_path / "empty", "has no checkpoint of DeepSpeed")
