@@ -42,7 +42,6 @@ class Residual:
 
     - `kind`: the sublayer, which decides whether the norm's output is saved or recomputed.
     - `dropout`: acts on the sublayer's output; None: there is none.
-    - `post_norm`: the norm is applied to the sublayer's output instead of its input.
     """
 
     def __init__(
@@ -52,40 +51,29 @@ class Residual:
         *,
         context: LayerContext,
         dropout: Dropout | None = None,
-        post_norm: bool = False,
     ) -> None:
         # A recomputed MLP saves its input, and a router and its experts take theirs in two places.
         saves_input = kind == "experts" or kind in context.recompute.parts
         self.recomputes_norm = "layernorm" in context.recompute.parts and not saves_input
         self.scale = scales_of(config).branch
         self.dropout = dropout
-        self.post_norm = post_norm
 
     def __call__(self, x: Tensor, norm: nn.Module, sublayer: nn.Module, *args: object) -> Any:
         """Return x plus the branch [batch, seq, hidden], or parts: a `LayerOutput`.
 
         `args` are further arguments of the sublayer; its side losses are returned, too.
         """
-        y, side_losses = self.branch(x, norm, sublayer, *args)
+        y = recomputed(norm, x) if self.recomputes_norm else norm(x)
+        y = sublayer(y, *args)
+        side_losses: dict[str, SideLoss] | None = None
+        if not isinstance(y, Tensor):
+            y, side_losses = y
+        y = scale(y, self.scale)
+        if self.dropout is not None:
+            y = self.dropout(y)
         # In place, because no backward needs the output of a branch.
         y = y.add_(x)
         return y if side_losses is None else (y, side_losses)
-
-    def branch(
-        self, x: Tensor, norm: nn.Module, sublayer: nn.Module, *args: object
-    ) -> tuple[Tensor, dict[str, SideLoss] | None]:
-        """Return what is added to x, and the side losses of the sublayer if it has any."""
-        y = x
-        if not self.post_norm:
-            y = recomputed(norm, x) if self.recomputes_norm else norm(x)
-        y = sublayer(y, *args)
-        side_losses = None
-        if not isinstance(y, Tensor):
-            y, side_losses = y
-        if self.post_norm:
-            y = norm(y)
-        y = scale(y, self.scale)
-        return y if self.dropout is None else self.dropout(y), side_losses
 
 
 class FusedAttention(nn.Module):

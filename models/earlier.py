@@ -33,6 +33,16 @@ _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 _SHARED = ("family", "config", "vocab_size", "from_pretrained")
 _MODEL = "parallel3d.model"
 _TABLE = "embedding.embed_in.table.weight"
+# Settings that families had, at their defaults.
+_OF_BOTH: dict[str, object] = {
+    "attention_sinks": False,
+    "no_rope_layer_interval": None,
+    "post_norm": False,
+}
+_DROPPED: dict[object, dict[str, object]] = {
+    "llama": _OF_BOTH | {"qk_norm_over": "head", "partial_rotary_factor": 1.0},
+    "moe": _OF_BOTH,
+}
 # Our names of a layer's parts, and those of the family "neox".
 _PARTS = {
     "embed_in.table": "token",
@@ -61,7 +71,9 @@ def translated(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         rest = {name: value for name, value in block.items() if name not in old}
         fields = {FIELDS[name]: value for name, value in old.items()}
         return rest | {"config": config | fields}, []
-    return dict(block), []
+    dropped = _DROPPED.get(family, {})
+    kept = {k: v for k, v in block.items() if k not in dropped or v != dropped[k]}
+    return kept, []
 
 
 def _of_neox(block: Mapping[str, Any], old: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

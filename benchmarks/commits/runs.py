@@ -145,7 +145,7 @@ RUNS = (
     Run(
         "llama-v-shape-cp",
         4,
-        LLAMA | {"sliding_window": 12, "attention_sinks": True},
+        LLAMA | {"sliding_window": 12},
         settings={
             "mesh": {"pp": 2, "cp": 2},
             "pipeline": {"schedule": "v_shape", "stages_per_rank": 2},
@@ -155,7 +155,7 @@ RUNS = (
     Run(
         "llama-breadth-first-zero3-nvme",
         4,
-        LLAMA | {"post_norm": True, "qk_norm": True, "qk_norm_over": "width"},
+        LLAMA | {"qk_norm": True},
         launcher="deepspeed",
         zero={
             "stage": 3,

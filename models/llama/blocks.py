@@ -4,6 +4,7 @@ Touvron et al., arXiv:2302.13971 and 2307.09288; grouped-query attention is arXi
 """
 
 from functools import partial
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -35,7 +36,7 @@ class Attention(nn.Module):
         self.q_norm = _head_norm(config, heads["q"], context)
         self.k_norm = _head_norm(config, heads["k"], context)
         number = int(name.rpartition(".")[2])
-        self.rotary = _rotary(config, context) if config.rotates(number) else None
+        self.rotary = _rotary(config, context)
         self.core = CausalAttention(
             config.attn_pdrop,
             f"{name}.attention",
@@ -44,7 +45,6 @@ class Attention(nn.Module):
             head_size=size,
             scale=scales_of(config).scores(size),
             window=config.window(number),
-            sinks=config.attention_sinks,
         )
         self.output = RowParallelLinear(
             heads["q"] * size, hidden, context=context, bias=config.attention_output_bias
@@ -58,8 +58,7 @@ class Attention(nn.Module):
         q = q.transpose(1, 2)  # [batch, heads here, seq, size]
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
-        if self.rotary is not None:
-            q, k = self.rotary(q, k, segments)
+        q, k = self.rotary(q, k, segments)
         return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
 
 
@@ -90,13 +89,13 @@ class Block(nn.Module):
         super().__init__()
         size = config.hidden_size
         eps = config.rms_norm_eps
-        residual = partial(Residual, config, context=context, post_norm=config.post_norm)
         self.norm1 = RMSNorm(size, eps, context=context)
         self.attention = Attention(config, name, context=context)
-        self.residual1 = residual("attention")
+        self.residual1 = Residual(config, "attention", context=context)
         self.norm2 = RMSNorm(size, eps, context=context)
         self.mlp = mlp or MLP(config, context=context)
-        self.residual2 = residual("mlp" if mlp is None else "experts")
+        kind: Literal["mlp", "experts"] = "mlp" if mlp is None else "experts"
+        self.residual2 = Residual(config, kind, context=context)
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> LayerOutput:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
@@ -115,7 +114,7 @@ class Head(NormedHead):
 def _head_norm(config: Config, heads: int, context: LayerContext) -> nn.Module:
     size = config.head_size
     eps = config.rms_norm_eps
-    if config.qk_norm and config.qk_norm_over == "width":
+    if config.qk_norm and config.norms_width:
         return WidthNorm(heads, size, eps, context=context)
     return RMSNorm(size, eps, context=context) if config.qk_norm else nn.Identity()
 

@@ -1,6 +1,6 @@
 """The Llama family in transformers: a reference model, and weights under its names.
 
-The biases, norms and rotations of a config decide on the class (`_classes_with_switches`).
+The biases and norms of a config decide on the class (`_classes_with_switches`).
 """
 
 import json
@@ -14,9 +14,7 @@ from parallel3d.models.common import class_named, renamed
 from parallel3d.models.llama.spec import Config
 from parallel3d.models.pretrained import Part
 
-# Our names and those of transformers; "*" is the number of a block. A stacked parameter has one
-# name for each index of its first dim.
-_NAMES = {
+NAMES = {
     "embedding.token.weight": "model.embed_tokens.weight",
     "blocks.*.norm1.weight": "model.layers.*.input_layernorm.weight",
     "blocks.*.attention.qkv.q_weight": "model.layers.*.self_attn.q_proj.weight",
@@ -27,7 +25,6 @@ _NAMES = {
     "blocks.*.attention.qkv.v_bias": "model.layers.*.self_attn.v_proj.bias",
     "blocks.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
     "blocks.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
-    "blocks.*.attention.core.sinks": "model.layers.*.self_attn.sinks",
     "blocks.*.attention.output.weight": "model.layers.*.self_attn.o_proj.weight",
     "blocks.*.attention.output.bias": "model.layers.*.self_attn.o_proj.bias",
     "blocks.*.norm2.weight": "model.layers.*.post_attention_layernorm.weight",
@@ -40,27 +37,14 @@ _NAMES = {
     "head.norm.weight": "model.norm.weight",
     "head.output.weight": "lm_head.weight",
 }
-_POST_NORMS = {
-    "blocks.*.norm1.weight": "model.layers.*.post_attention_layernorm.weight",
-    "blocks.*.norm2.weight": "model.layers.*.post_feedforward_layernorm.weight",
-}
-_SWITCHES = (
-    "attention_bias",
-    "attention_output_bias",
-    "mlp_bias",
-    "qk_norm",
-    "qk_norm_over",
-    "post_norm",
-    "no_rope_layer_interval",
-    "attention_sinks",
-)
+"""Our names and those of transformers; "*" is the number of a block. A stacked parameter has one
+name for each index of its first dim."""
+_SWITCHES = ("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm")
 # Classes with a window in layers of choice, and in every layer or in none.
 _BY_LAYER = (
     "MinistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
-    "SmolLM3ForCausalLM",
-    "GraniteSWAForCausalLM",
     "Dots1ForCausalLM",
 )
 _UNIFORM = ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM")
@@ -97,9 +81,7 @@ def _possible_classes(config: Config) -> list[str]:
     if names:
         return names
     on = {name: getattr(config, name) for name in _SWITCHES}
-    on = {name: value for name, value in on.items() if value not in (None, False, "head")}
-    if config.partial_rotary_factor < 1:
-        on["partial_rotary_factor"] = config.partial_rotary_factor
+    on = {name: value for name, value in on.items() if value}
     if config.sliding_window is not None:
         on["sliding_window"] = config.sliding_window
     texts = [f"{name} = {json.dumps(value)}" for name, value in on.items()]
@@ -110,54 +92,27 @@ def _possible_classes(config: Config) -> list[str]:
 
 
 def _classes_with_switches(config: Config) -> tuple[str, ...]:
-    """Return the classes with exactly the biases, norms and rotations of a config."""
+    """Return the classes with exactly the biases and norms of a config."""
     has_biases = config.attention_bias or config.attention_output_bias
     biases_are_alike = config.attention_bias == config.attention_output_bias
-    norms = (config.qk_norm, config.qk_norm_over, config.post_norm)
-    plain_norms = norms == (False, "head", False)
-    if config.partial_rotary_factor < 1:
-        return ()
-    if config.attention_sinks:
-        return ("GraniteSWAForCausalLM",) if plain_norms and biases_are_alike else ()
-    if config.no_rope_layer_interval is not None:
-        is_smollm3 = plain_norms and not has_biases and not config.mlp_bias
-        return ("SmolLM3ForCausalLM",) if is_smollm3 else ()
     if config.attention_bias and not config.attention_output_bias:
-        return ("Qwen2ForCausalLM",) if plain_norms and not config.mlp_bias else ()
+        return () if config.qk_norm or config.mlp_bias else ("Qwen2ForCausalLM",)
     if not biases_are_alike:
         return ()
-    if plain_norms and (has_biases or config.mlp_bias):
+    if config.qk_norm:
+        return () if config.mlp_bias else ("Qwen3ForCausalLM",)
+    if has_biases or config.mlp_bias:
         return ("LlamaForCausalLM",)
-    if plain_norms:
-        return ("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM")
-    if config.mlp_bias:
-        return ()
-    if norms == (True, "head", False):
-        return ("Qwen3ForCausalLM",)
-    if norms == (True, "width", True):
-        return ("Olmo2ForCausalLM",)
-    return ()
+    return ("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM")
 
 
 def _own_settings(config: Config, chosen: str) -> dict[str, object]:
     """Return the settings that a class has besides those of all classes."""
-    rotates = [config.rotates(number) for number in range(config.num_hidden_layers)]
     biases: dict[str, object] = {"attention_bias": config.attention_output_bias}
-    if chosen in ("Qwen3ForCausalLM", "Olmo2ForCausalLM"):
+    if chosen == "Qwen3ForCausalLM":
         return biases
     if chosen == "LlamaForCausalLM":
         return biases | {"mlp_bias": config.mlp_bias}
-    if chosen == "SmolLM3ForCausalLM":
-        return {
-            "no_rope_layer_interval": config.no_rope_layer_interval,
-            "no_rope_layers": [int(turns) for turns in rotates],
-        }
-    if chosen == "GraniteSWAForCausalLM":
-        return biases | {
-            "mlp_bias": config.mlp_bias,
-            "attention_multiplier": config.head_size**-0.5,
-            "layer_rope_theta": [config.rope_theta if turns else 0.0 for turns in rotates],
-        }
     return {}
 
 
@@ -201,14 +156,13 @@ def windows_unlike(config: Config, name: str) -> str:
 def _sliding(config: Config, name: str) -> dict[str, object]:
     """Return the fields of a class for windows; one without a switch ignores the switch."""
     windows = [config.window(number) for number in range(config.num_hidden_layers)]
-    unused = 128 if name == "GraniteSWAForCausalLM" else None  # it needs a window for no layer
     if name not in (*_BY_LAYER, *_UNIFORM):
         return {}
     fields: dict[str, object] = {"use_sliding_window": any(windows)}
     if name in _UNIFORM:
         return fields | {"sliding_window": windows[0]}
     types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    return fields | {"sliding_window": config.sliding_window or unused, "layer_types": types}
+    return fields | {"sliding_window": config.sliding_window, "layer_types": types}
 
 
 def reference(config: Config) -> nn.Module:
@@ -242,12 +196,7 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
 
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return the tensors of transformers that hold one of our parameters, of this shape."""
-    return parts_in(names_of(config), name, shape)
-
-
-def names_of(config: Config) -> dict[str, str]:
-    """Return the table of names of a config's class."""
-    return _NAMES | _POST_NORMS if config.post_norm else _NAMES
+    return parts_in(NAMES, name, shape)
 
 
 def parts_in(names: Mapping[str, str], name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:

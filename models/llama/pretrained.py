@@ -3,8 +3,6 @@
 SmolLM2 is a `LlamaForCausalLM`. Missing fields have the default of the class.
 """
 
-from math import isclose
-
 from parallel3d.base.section import ABSENT
 from parallel3d.models.llama.spec import SCALINGS
 from parallel3d.models.pretrained import Fields
@@ -15,24 +13,18 @@ MODEL_TYPES = {
     "ministral": ("MinistralForCausalLM", "MinistralModel"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
-    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Model"),
-    "olmo2": ("Olmo2ForCausalLM", "Olmo2Model"),
-    "granite_swa": ("GraniteSWAForCausalLM", "GraniteSWAModel"),
 }
 FREE = {"initializer_range": "initializer_range", "attn_pdrop": "attention_dropout"}
-# The window of a config.json without the field; classes with a switch for it; those that have it in
+# Classes with a window of 4096 in a config.json without the field; with a switch for it; with it in
 # every layer or in none.
-_DEFAULT_WINDOWS = {
-    **dict.fromkeys(("mistral", "ministral", "qwen2", "qwen3", "qwen3_moe", "dots1"), 4096),
-    "granite_swa": 128,
-}
-_SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")
+_WITH_WINDOW = ("mistral", "ministral", "qwen2", "qwen3", "qwen3_moe", "dots1")
+_SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 _UNIFORM = ("mistral", "mixtral", "qwen3_moe")
 _SLIDING = "sliding_attention"
 # Bases of the rotary frequencies that are not 10,000.
-_BASES = {"smollm3": 2e6, "mixtral": 1e6}
+_BASES = {"mixtral": 1e6}
 # An rms_norm_eps of 1e-5 where a config.json has none, not 1e-6.
-_LARGE_EPS = ("granite_swa", "olmo2", "mixtral", "olmoe", "glm4_moe")
+_LARGE_EPS = ("mixtral", "olmoe", "glm4_moe")
 
 
 def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
@@ -49,12 +41,12 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
     fields.only("hidden_act", "silu", "swish", rule="is not SiLU")
     # Qwen2 always has biases on query, key and value; Mistral has none.
     has_bias = False
-    if kind in ("llama", "qwen3", "olmo2", "granite_swa"):
+    if kind in ("llama", "qwen3"):
         has_bias = fields.take("attention_bias", False)
     biased = f'adds biases, which are not supported for model_type "{fields.model_type}"'
-    if kind in ("mistral", "ministral", "smollm3"):
+    if kind in ("mistral", "ministral"):
         fields.only("attention_bias", False, rule=biased)
-    if kind not in ("llama", "granite_swa"):
+    if kind != "llama":
         fields.only("mlp_bias", False, rule=biased)
     fields.ignore("attention_bias")
     for name, rule in (
@@ -65,15 +57,9 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
     if kind != "glm4_moe":
         fields.only("partial_rotary_factor", 1, 1.0, rule="rotates only part of each head")
     fields.ignore(*FREE.values(), "is_llama_config")
-    interval: int | None = None
-    if kind == "smollm3":
-        interval = _interval(fields, "no_rope_layers", fields.take("no_rope_layer_interval", 4))
-    elif kind == "granite_swa":
-        interval = _interval(fields, "layer_rope_theta", None)
-        base = _base(fields, base)
-        _refuse_multipliers(fields)
-    window, types = _windows(fields, interval)
-    return {
+    window, types = _windows(fields)
+    shares = {"partial_rotary_factor": part} if kind == "glm4_moe" else {}
+    return shares | {
         "family": "llama",
         "hidden_size": fields.take("hidden_size"),
         "num_hidden_layers": fields.take("num_hidden_layers"),
@@ -88,24 +74,17 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
         ),
         "rope_theta": base,
         "rope_scaling": scaling,
-        "partial_rotary_factor": part,
         "sliding_window": window,
         "layer_types": types,
-        "attention_sinks": kind == "granite_swa",
-        "no_rope_layer_interval": interval,
-        "tie_word_embeddings": fields.take(
-            "tie_word_embeddings", kind in ("smollm3", "granite_swa")
-        ),
+        "tie_word_embeddings": fields.take("tie_word_embeddings", False),
         "attention_bias": kind == "qwen2" or has_bias,
         "attention_output_bias": has_bias,
-        "mlp_bias": kind in ("llama", "granite_swa") and fields.take("mlp_bias", False),
-        "qk_norm": kind in ("qwen3", "olmo2"),
-        "qk_norm_over": "width" if kind == "olmo2" else "head",
-        "post_norm": kind == "olmo2",
+        "mlp_bias": kind == "llama" and fields.take("mlp_bias", False),
+        "qk_norm": kind == "qwen3",
     }
 
 
-def _windows(fields: Fields, interval: int | None) -> tuple[object, object]:
+def _windows(fields: Fields) -> tuple[object, object]:
     """Return the window and the type of each layer, as transformers' class understands them."""
     kind = fields.model_type
     count = fields.take("num_hidden_layers", 0)
@@ -113,19 +92,15 @@ def _windows(fields: Fields, interval: int | None) -> tuple[object, object]:
     types = fields.take("layer_types", None)
     # A missing field means the default of the class; null means no window.
     window = fields.take("sliding_window", None)
-    if not fields.has("sliding_window"):
-        window = _DEFAULT_WINDOWS.get(kind)
+    if not fields.has("sliding_window") and kind in _WITH_WINDOW:
+        window = 4096
     fields.ignore("use_sliding_window")
     if kind in _SWITCHED and not fields.take("use_sliding_window", False):
         window = None
 
     def slides(number: int) -> bool:
         """Return True if the class has a window in this layer, where the file does not say."""
-        if kind in ("qwen2", "qwen3", "dots1"):
-            return bool(number >= first)
-        if kind == "smollm3":
-            return bool(interval) and (number + 1) % (interval or 1) == 0
-        return kind != "granite_swa" or number % 4 > 0
+        return kind not in ("qwen2", "qwen3", "dots1") or bool(number >= first)
 
     if types is None:
         windows = [slides(number) and window is not None for number in range(count)]
@@ -138,43 +113,9 @@ def _windows(fields: Fields, interval: int | None) -> tuple[object, object]:
         fields.refuse("layer_types", rule, "remove it, or use another model_type")
     if _SLIDING not in types:
         return None, None
-    if window is None or kind in ("llama", "olmo2", "olmoe"):
+    if window is None or kind in ("llama", "olmoe"):
         fields.refuse("layer_types", "has layers with a window, but the class has none")
     return window, None if "full_attention" not in types else types
-
-
-def _interval(fields: Fields, where: str, default: int | None) -> int | None:
-    """Return after how many blocks one has no rotary positions, or None if all have them.
-
-    `where`: the field that lists the blocks, 0 for those without; `default` if it is missing.
-    """
-    count = fields.take("num_hidden_layers", 0)
-    listed = fields.take(where, None)
-    if listed is None:
-        return default
-    without = [number for number, rotates in enumerate(listed[:count], 1) if not rotates]
-    if without and without != [*range(without[0], count + 1, without[0])]:
-        fields.refuse(where, "is not 0 for every n-th layer alone")
-    return without[0] if without else None
-
-
-def _base(fields: Fields, default: object) -> object:
-    """Return the base that the layers of Granite share; `default` if they do not list theirs."""
-    bases = {*fields.take("layer_rope_theta", ())} - {0}
-    if len(bases) > 1:
-        fields.refuse("layer_rope_theta", "has layers with other bases, which is not supported")
-    return max(bases, default=default)
-
-
-def _refuse_multipliers(fields: Fields) -> None:
-    for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
-        fields.only(name, 1, 1.0, rule="multiplies activations, which is not supported")
-    hidden = fields.take("hidden_size")
-    heads = fields.take("num_attention_heads")
-    factor = fields.take("attention_multiplier", 1.0)
-    size = fields.take("head_dim", hidden // heads)
-    if not isclose(factor, size**-0.5, rel_tol=1e-6):
-        fields.refuse("attention_multiplier", "is not 1 / sqrt(head_dim)", value=factor)
 
 
 def _rope(fields: Fields) -> tuple[object, dict[str, object] | None, object]:

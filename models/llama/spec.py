@@ -132,13 +132,6 @@ class Config(ModelSection):
     layer_types: LayerTypes | None = None
     """For each layer, "sliding_attention" (with the window) or "full_attention" (without). null
     means that all have the window."""
-    attention_sinks: bool = False
-    """A learned scalar per head joins its scores in the softmax, so that a query may attend to
-    nothing (arXiv:2309.17453, section 3.3), as in gpt-oss."""
-    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
-    """The share of each head's features that is rotated, the first ones; 0.5 in GLM-4.5."""
-    no_rope_layer_interval: Positive | None = None
-    """Every so many blocks, one has no rotary positions; 4 in SmolLM3. null means that all have."""
     tie_word_embeddings: bool = False
     """Share the weight of the output projection with the token embedding."""
     attention_bias: bool = False
@@ -150,11 +143,6 @@ class Config(ModelSection):
     """Biases on the MLP's three projections."""
     qk_norm: bool = False
     """RMSNorm over each head of query and key before their rotation, as in Qwen3."""
-    qk_norm_over: Literal["head", "width"] = "head"
-    """The features that qk_norm norms together: those of each head, as in Qwen3, or of all heads,
-    as in OLMo 2."""
-    post_norm: bool = False
-    """Norm the outputs of attention and MLP instead of their inputs, as in OLMo 2."""
     attn_pdrop: Probability = 0.0
     """Dropout on the attention weights."""
 
@@ -171,18 +159,18 @@ class Config(ModelSection):
     @property
     def rotary_size(self) -> int:
         """Rotated features of each head."""
-        return int(self.head_size * self.partial_rotary_factor)
+        return self.head_size
+
+    @property
+    def norms_width(self) -> bool:
+        """True if qk_norm norms the features of all heads together."""
+        return False
 
     @property
     def inner_size(self) -> int:
         """Inner width of the MLP, resolved."""
         # arXiv:2302.13971, section 2.2: two thirds of 4 x hidden, because there are three matrices.
         return self.intermediate_size or -(-8 * self.hidden_size // (3 * 256)) * 256
-
-    def rotates(self, number: int) -> bool:
-        """True if the block of this number, from 0, has rotary positions."""
-        interval = self.no_rope_layer_interval
-        return interval is None or (number + 1) % interval != 0
 
     def window(self, number: int) -> int | None:
         """The window of the block of this number, from 0; None if it sees all tokens before."""
@@ -194,7 +182,6 @@ class Config(ModelSection):
         hidden = self.hidden_size
         kv_heads = self.kv_heads
         size = self.head_size
-        turning = self.rotary_size
         types = self.layer_types or ()
         is_even = self.head_dim is not None or hidden % heads == 0
         if not is_even:
@@ -210,13 +197,6 @@ class Config(ModelSection):
                 self.head_dim,
                 f"makes heads of {size} features; the number must be even",
                 f"use an even number, such as {size + 1}",
-            )
-        if is_even and size % 2 == 0 and (turning % 2 or not turning):
-            yield Problem(
-                "partial_rotary_factor",
-                self.partial_rotary_factor,
-                f"rotates {turning} of {size} features; use an even number",
-                f"use {max(2, turning // 2 * 2) / max(1, size):g}",
             )
         if types and len(types) != self.num_hidden_layers:
             yield Problem(
@@ -259,9 +239,8 @@ def layers(
 
 
 def small(config: Config, tp: Sequence[int], sizes: Mapping[str, object]) -> dict[str, object]:
-    """Return a scaling and interval of rotary positions, and windows, that act if small."""
+    """Return a scaling of rotary positions, and windows, that act if small."""
     longest = config.max_position_embeddings
-    interval = config.no_rope_layer_interval
     window = config.sliding_window
     scaling = config.rope_scaling and config.rope_scaling.model_dump(mode="json")
     if scaling and "original_max_position_embeddings" in scaling:
@@ -269,7 +248,6 @@ def small(config: Config, tp: Sequence[int], sizes: Mapping[str, object]) -> dic
     types = config.layer_types and sorted({*config.layer_types}) * config.num_hidden_layers
     settings = {
         "rope_scaling": scaling,
-        "no_rope_layer_interval": interval and min(2, interval),
         "sliding_window": window and min(window, longest // 4),
         "layer_types": types and types[: config.num_hidden_layers],
     }
@@ -303,7 +281,6 @@ def block(config: Config, number: int, mlp: Iterable[ParamSpec], mlp_cost: Modul
         norm("norm1", hidden),
         *_qkv(config, normal),
         *_qk_norms(config),
-        *_sinks(config),
         ParamSpec(
             "attention.output.weight", (hidden, queries), TP_1, residual, True, role="hidden"
         ),
@@ -313,8 +290,7 @@ def block(config: Config, number: int, mlp: Iterable[ParamSpec], mlp_cost: Modul
     )
     # A norm on the heads cancels factors before it, so the factor goes into the norm.
     query = "attention.q_norm." if config.qk_norm else "attention.qkv.q_"
-    branches = ("norm1.", "norm2.") if config.post_norm else BRANCHES
-    params = folded(config, params, query=query, branches=branches)
+    params = folded(config, params, query=query, branches=BRANCHES)
     attention = AttentionCost(
         config.num_attention_heads,
         config.kv_heads,
@@ -322,12 +298,11 @@ def block(config: Config, number: int, mlp: Iterable[ParamSpec], mlp_cost: Modul
         qkv_bias=config.attention_bias,
         output_bias=config.attention_output_bias,
         qk_norm=RMS_NORM if config.qk_norm else None,
-        rotary=config.rotary_size if config.rotates(number) else 0,
+        rotary=config.rotary_size,
         dropout=config.attn_pdrop > 0,
         window=config.window(number),
-        sinks=config.attention_sinks,
     )
-    cost = BlockCost(hidden, RMS_NORM, (attention, mlp_cost), post_norm=config.post_norm)
+    cost = BlockCost(hidden, RMS_NORM, (attention, mlp_cost))
     build = f"parallel3d.models.{config.family}.blocks:Block"
     return LayerSpec(f"blocks.{number}", params, cost, build, config)
 
@@ -354,17 +329,11 @@ def _qk_norms(config: Config) -> Iterator[ParamSpec]:
     for name, heads in (("q_norm", config.num_attention_heads), ("k_norm", config.kv_heads)):
         weight = f"attention.{name}.weight"
         shape = (heads * config.head_size,)
-        if config.qk_norm and config.qk_norm_over == "width":
+        if config.qk_norm and config.norms_width:
             yield ParamSpec(weight, shape, TP_0, ONES, False, units=heads, role="vector")
         elif config.qk_norm:
             # Each tp rank normalises its own heads, so it has only part of the gradient.
             yield norm(f"attention.{name}", config.head_size, partial=True)
-
-
-def _sinks(config: Config) -> Iterator[ParamSpec]:
-    if config.attention_sinks:
-        shape = (config.num_attention_heads,)
-        yield ParamSpec("attention.core.sinks", shape, TP_0, ZEROS, False, role="vector")
 
 
 def norm(name: str, size: int, partial: bool = False) -> ParamSpec:

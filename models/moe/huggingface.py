@@ -157,7 +157,7 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
 
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return the tensors in files that hold one of our parameters, of this shape."""
-    names = llama.names_of(config) | _NAMES
+    names = llama.NAMES | _NAMES
     if _class_of(config) == _MIXTRAL:
         names |= _NAMES_OF_MIXTRAL
     if ".experts." not in name:
@@ -189,8 +189,6 @@ def _unlike(config: Config, chosen: str) -> Iterator[str]:
     if chosen == _MIXTRAL and not config.divides_weights:
         is_normed = True
     needed: dict[str, object] = {
-        "no_rope_layer_interval": None,
-        "attention_sinks": False,
         "attention_bias": config.attention_bias and chosen != _MIXTRAL,
         "attention_output_bias": config.attention_bias and chosen not in (_MIXTRAL, _GLM),
         "partial_rotary_factor": config.partial_rotary_factor if chosen == _GLM else 1.0,

@@ -70,8 +70,21 @@ class Config(llama.Config):
     the expert. null: no limit, no token is dropped."""
     mlp_bias: Literal[False] = False
     """Experts have no biases."""
-    post_norm: Literal[False] = False
-    """Norms come before attention and MLP."""
+    qk_norm_over: Literal["head", "width"] = "head"
+    """The features that qk_norm norms together: those of each head, as in Qwen3, or of all heads,
+    as in OLMoE."""
+    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
+    """The share of each head's features that is rotated, the first ones; 0.5 in GLM-4.5."""
+
+    @property
+    def rotary_size(self) -> int:
+        """Rotated features of each head."""
+        return int(self.head_size * self.partial_rotary_factor)
+
+    @property
+    def norms_width(self) -> bool:
+        """True if qk_norm norms the features of all heads together."""
+        return self.qk_norm_over == "width"
 
     @property
     def expert_size(self) -> int:
@@ -106,8 +119,17 @@ class Config(llama.Config):
         experts = self.num_experts
         k = self.num_experts_per_tok
         groups = self.n_group
+        size = self.head_size
+        turning = self.rotary_size
         fits = experts % groups == 0
         most = self.topk_group * experts // groups
+        if size and size % 2 == 0 and (turning % 2 or not turning):
+            yield Problem(
+                "partial_rotary_factor",
+                self.partial_rotary_factor,
+                f"rotates {turning} of {size} features; use an even number",
+                f"use {max(2, turning // 2 * 2) / size:g}",
+            )
         if k > experts:
             yield Problem(
                 "num_experts_per_tok",

@@ -316,7 +316,6 @@ class _FusedKernels:
         value_size = v.shape[-1]
         size = max(q.shape[-1], value_size)
         q, k, v = (documents._widened(t, size) for t in (q, k, v))
-        sinks = core.sinks if sinks is None else sinks
         first = 0
         window = core.window
         if sinks is not None:

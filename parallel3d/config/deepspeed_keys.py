@@ -284,6 +284,7 @@ BY_SECTION: dict[str, dict[str, Key]] = {
     },
 }
 _DEEPSEEK = "was removed: only models of DeepSeek have it; remove it"
+_ARCHITECTURE = 'was removed; use the family "transformers" with a model_type'
 # Settings of ours in earlier releases, whose runs have their values in config.json.
 REMOVED: dict[str, dict[str, Key]] = {
     "parallel3d.mesh": {
@@ -307,7 +308,10 @@ REMOVED: dict[str, dict[str, Key]] = {
     "parallel3d.model": {
         "mlp_only_layers": Key(
             "was removed; set first_k_dense_replace or decoder_sparse_step", ([],)
-        )
+        ),
+        "attention_sinks": Key(f'{_ARCHITECTURE} such as "granite_swa" or "gpt_oss"'),
+        "no_rope_layer_interval": Key(f'{_ARCHITECTURE} such as "smollm3"'),
+        "post_norm": Key(f'{_ARCHITECTURE} such as "olmo2"'),
     },
     "parallel3d.model.rope_scaling": {
         "truncate": Key("was removed: ranges begin at whole pairs of features; remove it", (True,)),

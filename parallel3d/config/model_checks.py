@@ -55,7 +55,6 @@ def _check_key_value_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Pro
 
 def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that a model's activations can leave the device, or be computed again."""
-    again = pipeline.activation_checkpointing
     moves = pipeline.offload_activations
     has_experts = bool(getattr(model, "num_experts", False))
     if moves != "none" and has_experts:
@@ -64,13 +63,6 @@ def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator
             moves,
             "does not move what experts save",
             'use "none", or recomputation',
-        )
-    if getattr(model, "post_norm", False) and "layernorm" in again.parts:
-        yield Problem(
-            "parallel3d.pipeline.activation_checkpointing",
-            str(again),
-            "cannot recompute the layernorm behind a branch, where model.post_norm has it",
-            "remove layernorm",
         )
 
 

@@ -90,16 +90,14 @@ class NormCost:
     composite: bool = False
     """torch has no fused CPU kernel for the norm."""
 
-    def __call__(
-        self, stream: Stream, shares_input: bool = False, recompute: Recompute = NONE
-    ) -> LayerCost:
+    def __call__(self, stream: Stream, recompute: Recompute = NONE) -> LayerCost:
         """Return the cost of the norm of a module's input.
 
         The norm reads its input and writes its output, and both are kept: the input for its own
-        backward, the output for the module's. An input that it shares with another norm is counted
-        there. "layernorm" recomputes the output, when less is left of what later parts saved.
+        backward, the output for the module's. "layernorm" recomputes the output, when less is left
+        of what later parts saved.
         """
-        kept = KeptMemory(0 if shares_input else stream.part)
+        kept = KeptMemory(stream.part)
         again = Work()
         work = Work(traffic=2 * stream.part)
         if "layernorm" in recompute.parts:
@@ -229,8 +227,6 @@ class AttentionCost:
     """Dropout on the attention weights."""
     window: int | None = None
     """Tokens that a query sees, itself included; None: all before it."""
-    sinks: bool = False
-    """Each head has a sink (`tensor/documents.py`)."""
 
     def __call__(self, stream: Stream, recompute: Recompute) -> LayerCost:
         """Return the cost of one microbatch; "core_attn" is what is inside the attention.
@@ -242,15 +238,10 @@ class AttentionCost:
         key = stream.tokens * self.head_size * stream.share(self.kv_heads)
         kept = self._kept(query, key)
         attention = self._attention(stream)
-        batch, heads, _, seq, size, _ = attention
+        batch, heads, _, seq, _, _ = attention
         num_scores = batch * heads * seq * min(seq, attention.keys + BLOCK)
         scores = KeptMemory(scores=num_scores, dropped_scores=num_scores if self.dropout else 0)
         inside = replace(scores, other=_FP32 * batch * heads * seq)  # the logsumexp
-        copied = 0
-        if self.sinks:  # wider copies of query, key, value and output; the output is cut out again
-            copies = 2 * (query + key) * seq * size // (stream.seq * self.head_size)
-            inside += KeptMemory(copies - query - key - key)
-            copied = 2 * (query + key + key + query)
         is_selective = "core_attn" in recompute.parts
         # A key/value head on several tp ranks counts once.
         one = stream._replace(tp=1)
@@ -260,10 +251,10 @@ class AttentionCost:
             Work(
                 self._matmuls(stream),
                 attention,
-                self._traffic(stream, query, key) + copied,
+                self._traffic(stream, query, key),
                 stream.gather + stream.reduce,
             ),
-            recomputed=Work((), attention, copied) if is_selective else Work(),
+            recomputed=Work((), attention) if is_selective else Work(),
             backward_collectives=stream.gather + stream.reduce + stream.gather,
             saved=kept if is_selective else kept + inside,
             working=scores if is_selective else KeptMemory(),
@@ -273,9 +264,6 @@ class AttentionCost:
     def _kept(self, query: int, key: int) -> KeptMemory:
         """Return the memory kept outside the attention."""
         kept = KeptMemory(query + key + key + query)  # query, key, value and the attention's output
-        if self.fused_qkv and self.rotary:
-            # Value keeps the fused tensor alive, beside rotated query and key.
-            kept += KeptMemory(query + key)
         if self.qk_norm is not None:  # the norms' inputs; their outputs are rotated at once
             kept += self.qk_norm.kept(query + key, self.head_size)
         return kept
@@ -307,14 +295,7 @@ class AttentionCost:
     def _attention(self, stream: Stream) -> Attention:
         heads = stream.share(self.heads)
         kv_heads = stream.share(self.kv_heads)
-        seq = stream.seq
-        size = self.head_size
-        window = self.window
-        if self.sinks:  # one token more, of a wider head
-            seq += 1
-            size += SINK_SIZE
-            window = None if window is None else window + 1
-        return Attention(stream.batch, heads, kv_heads, seq, size, window)
+        return Attention(stream.batch, heads, kv_heads, stream.seq, self.head_size, self.window)
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,6 @@ class BlockCost(_CostOfLayer):
     """The modules, first to last."""
     dropout: bool = False
     """Dropout on the outputs of the modules."""
-    post_norm: bool = False
-    """The norm follows each module (OLMo 2, arXiv:2501.00656, section 2.1)."""
 
     def of(self, stream: Stream, recompute: Recompute) -> LayerCost:
         """Return the cost of one microbatch on its stream."""
@@ -93,18 +91,12 @@ class BlockCost(_CostOfLayer):
             # An MLP that runs again keeps its input, the norm's output; so do experts.
             keeps = isinstance(module, MlpCost) and "mlp" in recompute.parts
             keeps = keeps or isinstance(module, ExpertsCost)
-            if self.post_norm:
-                parts += [LayerCost(0, saved=KeptMemory(stream.part)), module(stream, recompute)]
-                # Its backward comes first: two gradients, and three values if it is not fused.
-                moment = KeptMemory(5 * stream.part)
-                parts += [self.norm(stream, shares_input=True), LayerCost(0, working=moment)]
-            else:
-                norm = self.norm(stream, recompute=NONE if keeps else recompute)
-                parts += [norm, module(stream, recompute)]
+            norm = self.norm(stream, NONE if keeps else recompute)
+            parts += [norm, module(stream, recompute)]
             activated = 0
             if isinstance(module, MlpCost) and "mlp_act" in recompute.parts:
                 activated = stream.tokens * stream.share(module.inner)
-            frees_norm = "layernorm" in recompute.parts and not keeps and not self.post_norm
+            frees_norm = "layernorm" in recompute.parts and not keeps
             parts.append(_residual_sum(stream, frees_norm, activated))
         return in_order(parts)
 
@@ -119,9 +111,7 @@ class BlockCost(_CostOfLayer):
         # The recomputation's end: its last sum, and the gradient of the output.
         end = 2 * part
         collectives = cost.forward.collectives
-        if self.post_norm:  # it runs to the end, and the backward of the last norm needs more
-            end = 0
-        elif stream.dropout:  # it runs to the end
+        if stream.dropout:  # it runs to the end
             end += part + (full if stream.sequence_parallel else 0)
         else:
             collectives = collectives[:-1]

@@ -11,7 +11,6 @@ from parallel3d.base.say import Say
 from parallel3d.config.arithmetic import block_tokens
 from parallel3d.model.module_cost import BLOCK
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.cut import cut_parameter
 from parallel3d.tensor.dealt import is_fused
 from parallel3d.tensor.documents import attend_documents, in_one_kernel
 from parallel3d.tensor.dropout import Dropout
@@ -26,8 +25,6 @@ class CausalAttention(nn.Module):
     - `head_size`, `value_size`: features of a head of q and k, and of v; None means the same.
     - `scale`: None means 1/sqrt(head_size).
     - `window`: how many tokens a query sees, itself included; None means all before it.
-    - `sinks`: a learned scalar per head joins its scores in the softmax, without a value. An
-      architecture that holds its own passes them to `forward` instead.
     - `softcap`: c, if scores become c tanh(scores / c) before they are masked; without dropout.
     - With segments, a query attends only within its own document.
     - "core_attn" in `context.recompute.parts`: recompute the attention in backward ("selective"
@@ -45,7 +42,6 @@ class CausalAttention(nn.Module):
         value_size: int | None = None,
         scale: float | None = None,
         window: int | None = None,
-        sinks: bool = False,
         softcap: float | None = None,
     ) -> None:
         super().__init__()
@@ -59,7 +55,6 @@ class CausalAttention(nn.Module):
         self.window = window
         self.softcap = softcap
         self.cp = 1 if context.sample_group is None else context.sample_group.size()
-        self.sinks = cut_parameter((heads[0],), tensor=(0, context.group)) if sinks else None
 
     def forward(
         self,
@@ -71,8 +66,8 @@ class CausalAttention(nn.Module):
     ) -> Tensor:
         """q, k, v [batch, heads, seq, size] -> [batch, seq, heads * size of v].
 
-        The heads of k and v divide those of q, and v may have another size. `sinks` [heads here]
-        replace the layer's own.
+        The heads of k and v divide those of q, and v may have another size. `sinks` [heads here]:
+        a scalar per head joins its scores in the softmax, without a value.
         """
         return self.of_each_head(q, k, v, segments, sinks).flatten(-2)
 
@@ -95,7 +90,6 @@ class CausalAttention(nn.Module):
     ) -> Tensor:
         """Return [batch, seq, heads, size of v]."""
         self.dropout.seed(q.device)
-        sinks = self.sinks if sinks is None else sinks
         is_cut = self.window is not None and self.window < q.shape[2]
         is_plain = segments is None and not is_cut and sinks is None and self.softcap is None
         if not is_plain or q.shape[-1] != v.shape[-1]:
@@ -177,7 +171,7 @@ def log_kernel(
     )
     has_window = layer.window is not None and layer.window < seq
     kernel = SDPBackend.FLASH_ATTENTION
-    fits_one_kernel = in_one_kernel(q, layer.dropout.p, layer.sinks is not None)
+    fits_one_kernel = in_one_kernel(q, layer.dropout.p)
     if not (fits_one_kernel and (isolated or has_window)):
         rows = q[:, :, :BLOCK] if has_window else q
         mask = q.new_empty(rows.shape[2], seq) if has_window else None

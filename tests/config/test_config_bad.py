@@ -124,6 +124,7 @@ BAD = [
     # refused by name
     (f"{P3D}.train.check_layers", False, "was removed", "parallel3d verify"),
     (f"{P3D}.mesh.cp_ring", True, "was removed", "remove it"),
+    (f"{P3D}.model.post_norm", True, "was removed", 'such as "olmo2"'),
     (f"{P3D}.pipeline.scatter_activations", True, "was removed", "mesh.sequence_parallel"),
     (AC, {"partition_activations": True}, "not partitioned over tp", "sequence_parallel"),
     (AC, {"granularity": "full"}, "is not used", "set parallel3d.pipeline"),

@@ -49,11 +49,6 @@ ALTERNATING = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-GRANITE = {
-    "attention_multiplier": 8**-0.5,
-    "layer_types": ["full_attention"] * 3,
-    **NO_IDS,
-}
 ROPE = {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5}
 GLM = {
     "n_routed_experts": 8,
@@ -80,17 +75,10 @@ MODELS = {
     "mistral": ("MistralConfig", GROUPED | {"head_dim": 16, "sliding_window": 32}),
     "qwen2": ("Qwen2Config", GROUPED | {"rms_norm_eps": 1e-3}),
     "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 16, "tie_word_embeddings": True}),
-    "smollm3, no rotation": (
-        "SmolLM3Config",
-        GROUPED | {"no_rope_layer_interval": 2, **NO_IDS},
-    ),
     "mistral, window": ("MistralConfig", GROUPED | {"head_dim": 16, "sliding_window": 9}),
     "ministral, layers alternate": ("MinistralConfig", GROUPED | {"head_dim": 8, **ALTERNATING}),
     "qwen2, windows": ("Qwen2Config", GROUPED | {**WINDOWS, "max_window_layers": 1}),
     "qwen3, windows": ("Qwen3Config", GROUPED | {**WINDOWS, **ALTERNATING}),
-    "smollm3, windows": ("SmolLM3Config", GROUPED | {**WINDOWS, **NO_IDS}),
-    "granite, sinks": ("GraniteSWAConfig", GROUPED | GRANITE | {"attention_bias": True}),
-    "granite, sinks, windows": ("GraniteSWAConfig", GROUPED | GRANITE | ALTERNATING),
     "mixtral": ("MixtralConfig", GROUPED | {"num_local_experts": 4}),
     "qwen3_moe, dense layers": (
         "Qwen3MoeConfig",
@@ -108,11 +96,6 @@ MODELS = {
     ),
     "glm4_moe, part of a head": ("Glm4MoeConfig", GROUPED | GLM | {"attention_bias": True}),
     "glm4_moe, norms": ("Glm4MoeConfig", GROUPED | GLM | {"use_qk_norm": True}),
-    "olmo2": ("Olmo2Config", GROUPED | NO_IDS),
-    "olmo2, biases": (
-        "Olmo2Config",
-        GROUPED | NO_IDS | {"attention_bias": True, "rope_parameters": YARN},
-    ),
     "smollm2": ("LlamaConfig", GROUPED | {"tie_word_embeddings": True}),
     "pythia": ("GPTNeoXConfig", SIZES),
     "neox one after the other": (

@@ -25,7 +25,9 @@ def saved(kind, folder, **options):
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "phi3", "deepseek_v3", "minimax_m2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "kind", ["gemma2", "phi3", "deepseek_v3", "minimax_m2", "gpt_oss", "olmo2"]
+)
 def test_imported_folder_has_the_tensors_that_transformers_saves(kind, tmp_path):
     theirs = saved(kind, tmp_path / "model")
     proof = import_folder(tmp_path / "model", tmp_path / "out")

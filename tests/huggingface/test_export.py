@@ -40,7 +40,6 @@ MODELS = {
     "LlamaForCausalLM, scaled": small("llama", rope_scaling=SCALING),
     "MistralForCausalLM": small("llama", head_dim=16, **GROUPED),
     "Qwen2ForCausalLM, biases": small("llama", attention_bias=True, **GROUPED),
-    "SmolLM3ForCausalLM": small("llama", no_rope_layer_interval=2, **GROUPED),
     "Qwen3ForCausalLM, wide heads": small("llama", qk_norm=True, head_dim=16, **GROUPED),
 }
 

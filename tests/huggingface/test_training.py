@@ -101,7 +101,7 @@ def save_on_rank(rank, folders, mesh_sizes):
         parts.engine.close()
 
 
-FEW = ("llama, biases, yarn", "smollm3, no rotation")
+FEW = ("llama, biases, yarn", "neox one after the other")
 EXPERTS = (
     "mixtral",
     "qwen3_moe, dense layers",

@@ -235,7 +235,13 @@ def test_layers_without_positions(name, old, new, interval, converted):
     text = theirs(name)[0]
     assert old in text
     config, rows = converted(name, text.replace(old, new, 1))
-    assert config["parallel3d"]["model"].get("no_rope_layer_interval") == interval
+    model = config["parallel3d"]["model"]
+    if interval:
+        assert model["config"]["no_rope_layer_interval"] == interval
+        assert model["family"] == "transformers" and model["config"]["model_type"] == "smollm3"
+        assert RunConfig.from_dict(config).model.num_hidden_layers > 1
+    else:
+        assert model["family"] == "llama"
     row = next(row for setting, row in rows.items() if "no" in setting and "rope" in setting)
     assert row.verdict == ("taken" if interval else "REFUSED")
 

@@ -35,8 +35,8 @@ class Case(NamedTuple):
 def settings_of(family):
     """The values that the settings of a family take here, those of the mesh and the mode besides.
 
-    Each switch, each probability of dropout, grouped queries, and blocks without rotary positions,
-    where the family has them.
+    Each switch, each probability of dropout, grouped queries, and heads that rotate in part, where
+    the family has them.
     """
     settings = {}
     for name, field in models.config_class(family).model_fields.items():
@@ -44,8 +44,6 @@ def settings_of(family):
             settings[name] = (False, True)
         elif name.endswith("_pdrop"):
             settings[name] = (0.0, 0.1)
-    if "no_rope_layer_interval" in models.config_class(family).model_fields:
-        settings["no_rope_layer_interval"] = (None, 1)
     if "partial_rotary_factor" in models.config_class(family).model_fields:
         settings["partial_rotary_factor"] = (1.0, 0.5)
     if "num_key_value_heads" in models.config_class(family).model_fields:

@@ -27,9 +27,7 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 8, "vocab_size": 32000, "num
 # In one place each: fewer keys than queries, a window, norms of heads, dropout, experts.
 CONFIGS = {
     "llama": small("llama", num_key_value_heads=2, **SIZES),
-    "window": small(
-        "llama", sliding_window=32, qk_norm=True, attention_sinks=True, attention_bias=True, **SIZES
-    ),
+    "window": small("llama", sliding_window=32, qk_norm=True, attention_bias=True, **SIZES),
     "gpt": small("gpt", resid_pdrop=0.1, attn_pdrop=0.1, **SIZES),
     "moe": small("moe", **SIZES),
 }

@@ -277,9 +277,8 @@ def test_bad_rope_scaling_is_refused():
 def test_shrunk_model_keeps_its_switches(kind):
     """A scaling that depends on a length begins inside the small model's sequence."""
     scaling = RopeScaling(rope_type=kind, factor=8.0)
-    config = small("llama", rope_scaling=scaling, no_rope_layer_interval=4)
+    config = small("llama", rope_scaling=scaling)
     shrunk = llama.small(config, [2], {})
-    assert shrunk.pop("no_rope_layer_interval") == 2
     kept = scaling.model_dump()
     if "original_max_position_embeddings" in kept:
         kept["original_max_position_embeddings"] = config.max_position_embeddings // 2

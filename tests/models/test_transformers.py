@@ -47,7 +47,6 @@ YARN = RopeScaling(
 )
 OUTPUT = {"attention_bias": True, "attention_output_bias": True}
 BIASES = OUTPUT | {"mlp_bias": True}
-OLMO2 = {"qk_norm": True, "qk_norm_over": "width", "post_norm": True}
 ALTERNATING = {"sliding_window": 7, "layer_types": ("full_attention", "sliding_attention")}
 # The variants of llama below turn its switches, and more.
 VARIANTS = {n: c for n, c in EVERY_FAMILY.items() if ALL not in n and not n.startswith("llama ")}
@@ -57,7 +56,6 @@ VARIANTS |= {
     "linear scaling": small("llama", rope_scaling=RopeScaling(rope_type="linear", factor=4.0)),
     "Qwen3, biases, yarn": small("llama", head_dim=16, rope_scaling=YARN, qk_norm=True, **OUTPUT),
     "biases": small("llama", num_key_value_heads=2, **BIASES),
-    "SmolLM3": small("llama", num_key_value_heads=2, no_rope_layer_interval=2),
     "Qwen2, one kv head": small("llama", num_key_value_heads=1, attention_bias=True),
     "Qwen3, wide heads": small("llama", num_key_value_heads=2, head_dim=16, qk_norm=True),
     "Mixtral": small("moe", num_key_value_heads=2, norm_topk_prob=True),
@@ -74,13 +72,6 @@ VARIANTS |= {
     "Ministral, layers alternate": small("llama", **ALTERNATING),
     "Qwen2, windows": small("llama", num_key_value_heads=2, attention_bias=True, **ALTERNATING),
     "Qwen3, windows": small("llama", head_dim=16, qk_norm=True, sliding_window=SEQ - 1),
-    "SmolLM3, windows": small("llama", no_rope_layer_interval=2, **ALTERNATING),
-    "Granite, sinks": small("llama", num_key_value_heads=2, attention_sinks=True, **BIASES),
-    "Granite, sinks, windows": small(
-        "llama", attention_sinks=True, no_rope_layer_interval=2, **ALTERNATING
-    ),
-    "OLMo 2": small("llama", num_key_value_heads=2, **OLMO2),
-    "OLMo 2, one kv head": small("llama", num_key_value_heads=1, head_dim=16, **OLMO2, **OUTPUT),
 }
 LENGTHS = ([5, 11, 1, 31], [40, 8])  # tokens of each document in two samples
 DOCUMENTS = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in LENGTHS])

@@ -23,12 +23,11 @@ ROOT = Path(__file__).parents[2]
 SMALL = {"microbatches": 2, "batch": 8, "steps": 1, "model": {"num_hidden_layers": 4}}
 TWO = SMALL | {"stages_per_rank": 2}
 OVERLAP = {"zero_optimization.overlap_comm": True}
-SINKS = {
+WINDOWS = {
     "family": "llama",
     "num_key_value_heads": 2,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
-    "attention_sinks": True,
     "sliding_window": 5,
     "layer_types": ["full_attention", "sliding_attention"] * 2,
 }
@@ -78,7 +77,7 @@ def test_parity_under_the_rules_of_nccl():
 
 @pytest.mark.slow
 def test_parity_of_samples_shared_by_cp_ranks():
-    """cp beside each other axis, with schedules that split backwards, sinks and experts."""
+    """cp beside each other axis, with schedules that split backwards, windows and experts."""
     llama = {
         "family": "llama",
         "num_key_value_heads": 2,
@@ -92,8 +91,8 @@ def test_parity_of_samples_shared_by_cp_ranks():
             Case(mesh=(1, 1, 2, 2), zero_stage=1, sequence_parallel=True, **own),
             Case(mesh=(2, 1, 2, 1), schedule="zero_bubble", zero_stage=2, **own),
             Case(mesh=(1, 1, 4, 1), zero_stage=0, reduction="per_microbatch", **SMALL),
-            Case(mesh=(1, 1, 4, 1), checkpointing="full", **SMALL | {"model": SINKS}),
-            Case(mesh=(1, 1, 2, 2), sequence_parallel=True, **SMALL | {"model": SINKS}),
+            Case(mesh=(1, 1, 4, 1), checkpointing="full", **SMALL | {"model": WINDOWS}),
+            Case(mesh=(1, 1, 2, 2), sequence_parallel=True, **SMALL | {"model": WINDOWS}),
             Case(mesh=(1, 2, 2, 1), changes={"parallel3d.mesh.ep": 2}, **SMALL | {"model": MOE}),
         ]
     )

@@ -1,7 +1,7 @@
 """Turn a file of another framework into our config, with a row for each of its settings."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from math import prod
@@ -23,6 +23,7 @@ from parallel3d.models import earlier
 _MODEL = "parallel3d.model"
 _FAMILY = f"{_MODEL}.family"
 _LR_SCHEDULE = "parallel3d.train.lr_schedule"
+_INTERVAL = "no_rope_layer_interval"
 # norm, positions, MLP, biases; "neox" has become the family "transformers" (models/earlier.py)
 _FAMILIES = {
     ("layernorm", "learned", "gelu", True): "gpt",
@@ -49,7 +50,7 @@ _OF_FAMILIES: dict[str, tuple[dict[str, Sequence[str]], object, Verdict]] = {
         "REFUSED",
     ),
     "@rotary_pct": ({"gpt": [], "neox": ["rotary_pct"]}, 1, "REFUSED"),
-    "@no_rope_layers": ({"gpt": [], "llama": ["no_rope_layer_interval"]}, None, "REFUSED"),
+    "@no_rope_layers": ({"gpt": [], "llama": [_INTERVAL]}, None, "REFUSED"),
     "@parallel_residual": ({"neox": ["use_parallel_residual"]}, False, "REFUSED"),
     "@gelu": ({"neox": ["activation"], "llama": []}, "gelu_fast", "DIFFERS"),
     "@dropout": ({"gpt": ["embd_pdrop", "resid_pdrop"]}, 0, "DIFFERS"),
@@ -107,16 +108,39 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
     if values.get(_FAMILY) == "neox":
         with suppress(Problems):  # the config's check says what is missing
             config["parallel3d"]["model"], _ = earlier.translated(config["parallel3d"]["model"])
-        rows = [row._replace(path=_of_gpt_neox(row.path)) for row in rows]
+        rows = [row._replace(path=_in_config(row.path, earlier.FIELDS)) for row in rows]
+    elif f"{_MODEL}.{_INTERVAL}" in values:
+        block = config["parallel3d"]["model"]
+        config["parallel3d"]["model"] = _smollm3(block)
+        rows = [
+            row._replace(path=_in_config(row.path, dict(zip(block, block, strict=True))))
+            for row in rows
+        ]
     return config, rows
 
 
-def _of_gpt_neox(path: str) -> str:
-    """Return where a setting of the family "neox" is now."""
+def _in_config(path: str, names: Mapping[str, str]) -> str:
+    """Return where a setting of the model is in the family of any decoder."""
     section, _, name = path.rpartition(".")
-    if section != _MODEL or name not in earlier.FIELDS:
+    if section != _MODEL or name not in names or name in ("family", "vocab_size"):
         return path
-    return f"{_MODEL}.config.{earlier.FIELDS[name]}"
+    return f"{_MODEL}.config.{names[name]}"
+
+
+def _smollm3(block: dict[str, Any]) -> dict[str, Any]:
+    """Return a "model" block of the family "llama" with layers without positions as SmolLM3's."""
+    hidden = block.get("hidden_size", 0)
+    config = {
+        "model_type": "smollm3",
+        "num_key_value_heads": block.get("num_attention_heads"),
+        "intermediate_size": -(-8 * hidden // (3 * 256)) * 256,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+    } | {name: value for name, value in block.items() if name not in ("family", "vocab_size")}
+    kept = {"vocab_size": block["vocab_size"]} if "vocab_size" in block else {}
+    return {"family": "transformers", "config": config} | kept
 
 
 def check(config: JsonObject, path: str) -> list[str]:

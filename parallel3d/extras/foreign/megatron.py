@@ -73,7 +73,7 @@ TABLE: dict[str, Rule] = {
     "rotary-percent": Rule("parallel3d.model.config@rotary_pct"),
     "rotary-base": Rule("parallel3d.model@rope_theta"),
     "no-rope-freq": Rule(
-        "parallel3d.model.no_rope_layer_interval@no_rope_layers",
+        "parallel3d.model.config@no_rope_layers",
         index,
         verdict="REFUSED",
         why="must be a number: every n-th layer has no positions",

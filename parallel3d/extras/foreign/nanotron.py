@@ -25,9 +25,7 @@ TABLE: dict[str, Rule] = {
     ),
     **missing("model.model_config.hidden_act", "silu is the only one", "silu", verdict="REFUSED"),
     **missing("model.model_config.moe_config", "write family moe by hand", verdict="REFUSED"),
-    "model.model_config.no_rope_layer": Rule(
-        "parallel3d.model.no_rope_layer_interval@no_rope_layers"
-    ),
+    "model.model_config.no_rope_layer": Rule("parallel3d.model.config@no_rope_layers"),
     **missing(
         "model.model_config.rope_interleaved model.model_config.interleaved_rotary",
         "pairs are i and i + half: the same model with rows of query and key in another order",
