@@ -53,7 +53,9 @@ class _Around(nn.Module):
         shell: Any = self.shell
         port: Any = self.port
         batch, seq = x.shape[:2]
-        if x.dim() == 3 and self.context.sequence_parallel:
+        # Without a layer no attention asks for the other positions.
+        has_layer = port.layer is not None
+        if has_layer and x.dim() == 3 and self.context.sequence_parallel:
             seq *= self.context.group.size()
         own: dict[str, Any] = self.skeleton.inputs_of(batch, seq, x)
         if segments is not None:
@@ -184,7 +186,7 @@ class Head(_Around):
         """
         self.called(x, None, x)
         caught: Any = self.caught
-        x = caught.x.view(*x.shape[:2], -1)  # GPT-2's views it as whole sequences
+        x = caught.x
         caught.x = None
         return self.output(x * self.scale if self.scale != 1 else x, labels, weights)
 

@@ -6,8 +6,16 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.huggingface.conversion import import_folder
+from parallel3d.data.sources import no_progress
+from parallel3d.huggingface.conversion import export, import_folder
+from parallel3d.huggingface.source import CheckpointSource
+from parallel3d.huggingface.weight_files import DTYPES, WeightFiles
+from parallel3d.models.transformers import huggingface
+from parallel3d.models.transformers.spec import Config
+from tests.huggingface.checkpoints import SHARD_BYTES, VOCAB, checkpoint_of
 from tests.models.architectures import small_config
+from tests.models.families import weights_of
+from tests.models.test_any_decoder import DEFAULT
 
 pytestmark = pytest.mark.gloo
 
@@ -46,6 +54,28 @@ def test_packed_experts_are_read(tmp_path):
     ours = load_file(tmp_path / "out/model.safetensors")
     assert ours.keys() == single.keys()
     assert all(torch.equal(ours[name], value) for name, value in single.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*DEFAULT, "gpt2", "gpt_oss", "mixtral"])
+def test_export_is_loaded_by_transformers(kind, tmp_path):
+    """Each weight is in its place, logits are those of a model with them, and it generates."""
+    config = Config(family="transformers", config=small_config(kind), vocab_size=VOCAB)
+    source = CheckpointSource(checkpoint_of(config, tmp_path))
+    layout = WeightFiles(config, DTYPES["fp32"], SHARD_BYTES)
+    proof = export(source, source.about(), layout, tmp_path / "out", no_progress)
+    assert proof.ok, proof
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    expected = huggingface.to_huggingface(config, weights_of(config))
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    plain = huggingface.reference(config).eval()
+    plain.load_state_dict(expected, strict=False)
+    tokens = torch.arange(7).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(tokens).logits, plain(tokens).logits)
+    text = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert text.shape == (1, 11) and torch.equal(text[:, :7], tokens)
 
 
 def test_buffer_that_no_checkpoint_has_is_refused(tmp_path):
