@@ -292,7 +292,9 @@ def _of_neox(net):
         if leaf == "word_embeddings.weight":
             yield "gpt_neox.embed_in.weight", value
         elif leaf == "final_linear.weight":
+            # Its name in files, and in the modules of transformers from 5 on.
             yield "embed_out.weight", value
+            yield "lm_head.weight", value
         elif leaf in ("weight", "bias"):
             yield f"gpt_neox.final_layer_norm.{leaf}", value
         else:
