@@ -19,10 +19,10 @@ from parallel3d.tensor.random_key import RandomKey
 from parallel3d.verify.case import CaseTask, check, checked
 from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.reference import prepare, schedule_of
-from parallel3d.verify.settings import acts, changed_settings
-from parallel3d.verify.shrink import LONG, shrink
+from parallel3d.verify.settings import acts, changed_settings, is_proved
+from parallel3d.verify.shrink import LONG, MESHES, shrink
 from parallel3d.verify.table import features
-from tests.verify.configs import config_of
+from tests.verify.configs import MUON, config_of
 
 pytestmark = pytest.mark.gloo
 
@@ -145,6 +145,16 @@ def test_every_changed_setting_is_in_one_list():
     states = {feature.name: feature.state for feature in features(config)}
     assert states["zero_optimization.overlap_comm = True"] == "not proved"
     assert states["pipeline.stages_per_rank = 2"] == "proved"
+
+
+@pytest.mark.parametrize(("meshes", "heads"), [(ONE, 1), (MESHES, 4)])
+def test_matrices_of_heads_are_proved_where_there_are_several(meshes, heads):
+    muon = MUON | {"params": MUON["params"] | {"per_head": True}}
+    config = RunConfig.from_dict(config_of(optimizer=muon))
+    small = shrink(config, meshes)[meshes[0]]
+    path = "optimizer.params.per_head"
+    assert small.model.num_attention_heads == heads
+    assert is_proved(path, path, config, small) == (heads > 1)
 
 
 @pytest.mark.parametrize(("precision", "state"), [("fp32", "proved"), ("bf16", "not proved")])
