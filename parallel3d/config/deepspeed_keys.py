@@ -38,6 +38,12 @@ _CHECKPOINT = "is not used: parallel3d writes its own checkpoint format; remove 
 _MASTERS = "is not supported: master weights and moments are fp32; remove it"
 
 
+_COPIES = (
+    "is not supported; remove it, and set parallel3d.mesh.dp_shards, which shards all states over "
+    "so many dp ranks, and keeps copies on the others"
+)
+
+
 _EITHER = Key("must be true or false, and has no effect; remove it", (True, False))
 _NO_EFFECT = Key("has no effect; remove it", (ANY,))
 _ONE_BIT = Key("is for 1-bit optimizers, which are not supported; remove it")
@@ -235,7 +241,7 @@ BY_SECTION: dict[str, dict[str, Key]] = {
         "log_trace_cache_warnings": _EITHER,
         "memory_efficient_linear": _EITHER,
         "mics_hierarchical_params_gather": Key(_GONE, (False,)),
-        "mics_shard_size": Key(_GONE, (-1,)),
+        "mics_shard_size": Key(_COPIES, (-1,)),
         "override_module_apply": _EITHER,
         "parameter_alignment": Key("is not supported: ZeRO packs parameters; remove it", (False,)),
         "pipeline_loading_checkpoint": Key(_CHECKPOINT, (False,)),
@@ -261,9 +267,7 @@ BY_SECTION: dict[str, dict[str, Key]] = {
         "zenflow": Key(
             "is not supported: its stale gradients would change results; remove it", (None,)
         ),
-        "zero_hpz_partition_size": Key(
-            "is part of ZeRO++, whose groups are consecutive ranks, not a stage's; remove it", (1,)
-        ),
+        "zero_hpz_partition_size": Key(_COPIES, (1,)),
         "zero_quantized_gradients": _QUANTIZED,
         "zero_quantized_nontrainable_weights": _QUANTIZED,
         "zero_quantized_weights": _QUANTIZED,

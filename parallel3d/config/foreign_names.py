@@ -11,6 +11,7 @@ _STEPS = "parallel3d.train.steps"
 _RECOMPUTE = "parallel3d.pipeline.activation_checkpointing"
 _MICRO = "train_micro_batch_size_per_gpu"
 _BETAS = "optimizer.params.betas"
+_COPIES = "parallel3d.mesh.dp_shards"
 
 OURS = {
     # Hugging Face's Trainer
@@ -84,6 +85,7 @@ OURS = {
     "pipeline_model_parallel_size": "parallel3d.mesh.pp",
     "context_parallel_size": "parallel3d.mesh.cp",
     "expert_model_parallel_size": "parallel3d.mesh.ep",
+    "num_distributed_optimizer_instances": _COPIES,
     "num_layers_per_virtual_pipeline_stage": "parallel3d.pipeline.stages_per_rank",
     "virtual_pipeline_model_parallel_size": "parallel3d.pipeline.stages_per_rank",
     "num_virtual_stages_per_pipeline_rank": "parallel3d.pipeline.stages_per_rank",
@@ -157,4 +159,10 @@ OURS = {
     "moe_ffn_hidden_size": f"{_MODEL}.moe_intermediate_size",
     "moe_layer_freq": f"{_MODEL}.decoder_sparse_step",
     "ep_size": "parallel3d.mesh.ep",
+    # Hybrid sharding in torchtitan, OLMo-core, NeMo and VeOmni
+    "data_parallel_shard_degree": _COPIES,
+    "data_parallel_replicate_degree": _COPIES,
+    "num_replicas": _COPIES,
+    "dp_replicate_size": _COPIES,
+    "dp_shard_size": _COPIES,
 }

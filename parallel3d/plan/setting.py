@@ -180,6 +180,7 @@ class ZeroState(NamedTuple):
 
     - `reduces_once`: True if gradients are reduced once per step.
     - `weights`: how long ZeRO-3's weights stay gathered.
+    - `copies`: the copies of what is sharded, with mesh.dp_shards.
     """
 
     num_offloads: int
@@ -188,6 +189,7 @@ class ZeroState(NamedTuple):
     offload_optimizer: Device
     offload_param: Device
     weights: Weights = "per_microbatch"  # used by ZeRO-3 only
+    copies: int = 1
 
     @classmethod
     def of(
@@ -197,12 +199,18 @@ class ZeroState(NamedTuple):
         optimizer: Device = "none",
         param: Device = "none",
         weights: Weights = "per_microbatch",
+        copies: int = 1,
     ) -> "ZeroState":
         """Return a stage with its offloads, which are counted; `weights` counts at ZeRO-3."""
         num_offloads = DEVICES.index(optimizer) + DEVICES.index(param)
         if zero_stage != 3:
             weights = "per_microbatch"
-        return cls(num_offloads, zero_stage, reduces_once, optimizer, param, weights)
+        return cls(num_offloads, zero_stage, reduces_once, optimizer, param, weights, copies)
+
+    @property
+    def sums_copies_late(self) -> bool:
+        """True if gradients are reduced each microbatch, but over the copies once a step."""
+        return self.copies > 1 and self.zero_stage == 3 and not self.reduces_once
 
     @property
     def holds_weights(self) -> bool:
@@ -257,7 +265,7 @@ class Setting:
     @property
     def shards(self) -> int:
         """Number of ranks that share ZeRO's state; programs with hierarchical ZeRO have fewer."""
-        return self.mesh.dp * self.mesh.cp
+        return self.mesh.dp * self.mesh.cp // self.state.copies
 
     @property
     def persistence(self) -> int:
@@ -304,6 +312,7 @@ class Setting:
                 zero.offload_optimizer.device,
                 zero.offload_param.device,
                 pipeline.gathered_weights,
+                mesh.num_copies,
             ),
         )
 

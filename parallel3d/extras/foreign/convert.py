@@ -16,7 +16,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.reader import JsonObject
 from parallel3d.base.section import Problems
 from parallel3d.config import RunConfig, document
-from parallel3d.extras.foreign import megatron, nanotron, neox, trainer
+from parallel3d.extras.foreign import copies, megatron, nanotron, neox, trainer
 from parallel3d.extras.foreign.rules import Row, Rule, Verdict
 from parallel3d.models import earlier
 
@@ -91,7 +91,7 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
     rows = []
     values = dict[str, Any]()
     for setting, value in settings.items():
-        rule = table.get(setting, _UNKNOWN)
+        rule = table.get(setting) or copies.rule_of(setting) or _UNKNOWN
         if type(value) is megatron.Unread and rule.verdict != "dropped":
             rule = _UNREAD
         rows.append(rule.apply(setting, value, "taken", values))
@@ -99,7 +99,7 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
         if settings.get(setting) is None and table[setting].key not in values:
             rows.append(table[setting].apply(setting, value, "assumed", values))
     framework.complete(values)
-    for add in (_add_model, _add_schedule, _add_data):
+    for add in (_add_model, _add_schedule, _add_data, copies.add):
         rows += add(values, "datatrove" if framework is nanotron else "megatron")
     values.setdefault("parallel3d.pipeline.schedule", "one_f_one_b")
     ours = [(path, json.dumps(value)) for path, value in values.items() if path[0] != "@"]

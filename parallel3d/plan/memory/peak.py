@@ -224,12 +224,12 @@ def nccl_estimate(setting: Setting, coord: int, hardware: Hardware | None) -> in
     message = RankShare.of(setting).hidden_bytes
     stages_per_rank, schedule = setting.order
     crossings = _crossings(schedule, mesh.pp, stages_per_rank, coord)
-    communicators = _communicators(mesh, setting.flow.ep)
+    communicators = _communicators(mesh, setting.flow.ep, setting.state.copies)
     return communicators * COMMUNICATOR + KEPT_MESSAGES * crossings * message
 
 
 @lru_cache(maxsize=4096)
-def _communicators(mesh: MeshSizes, ep: int) -> int:
+def _communicators(mesh: MeshSizes, ep: int, copies: int) -> int:
     """Return the number of a rank's groups of mesh/mesh.py; an axis of all ranks is the world."""
     pp, dp, cp, tp = mesh
     exists = {
@@ -242,6 +242,9 @@ def _communicators(mesh: MeshSizes, ep: int) -> int:
         "ep": ep > 1,
         "ep model": ep > 1,
         "ep replicas": ep > 1 and dp * cp > ep,
+        "ep shards": ep > 1 and copies > 1 and dp * cp > ep * copies,
+        "dp shards": copies > 1 and dp * cp > copies,
+        "dp copies": 1 < copies < dp,
         "model": pp * tp > 1 and dp * cp > 1,
         "dp cp": pp * tp > 1 and dp > 1 and cp > 1,
     }

@@ -54,7 +54,7 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     gradient = software.gradient_bytes
     shards = setting.shards
     ep = setting.flow.ep
-    _, stage, reduces_once, offload_optimizer, offload_param, _ = setting.state
+    _, stage, reduces_once, offload_optimizer, offload_param, *_ = setting.state
     zero3 = stage == 3
     share = s.shard(s.params, shards, ep) if stage else s.params
     weight_bytes = (share if zero3 else s.params) * element

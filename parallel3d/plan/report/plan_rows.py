@@ -247,6 +247,8 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
     """Return the config with a plan's choices, and notes that name them."""
     flow, order, state = plan.setting.choices
     mesh = {**flow.mesh._asdict(), "ep": flow.ep, "sequence_parallel": flow.sequence_parallel}
+    if state.copies > 1:
+        mesh["dp_shards"] = flow.mesh.dp // state.copies
     raw = config.to_dict()
     block = raw["parallel3d"]
     zero = raw["zero_optimization"]

@@ -21,6 +21,7 @@ from parallel3d.plan.setting import BYTES, Setting
 from parallel3d.plan.time.operators import OFF_TILES, TILE_BYTES, curves_for, fits_tiles, machine_of
 from parallel3d.plan.time.sharding import slowest_matrix_work
 from parallel3d.plan.time.step import TIMES
+from parallel3d.plan.time.traffic import shard_traffic
 from parallel3d.plan.vocabulary import VOCABULARY
 
 Row = dict[Column, Cell]  # the cell of each column
@@ -139,6 +140,8 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
         mesh = "×".join(str(getattr(flow.mesh, axis)) for axis in axes)
         if flow.ep > 1:
             mesh += f" ep {flow.ep}"
+        if state.copies > 1:
+            mesh += f" shards {flow.mesh.dp // state.copies}"
         if flow.sequence_parallel:
             mesh += " sp"
         each = "" if state.reduces_once or state.zero_stage == 2 else " each"
@@ -270,6 +273,14 @@ def lines_of(setting: Setting) -> Iterator[str]:
         reduced += f", weights gathered {state.weights}"
     reduced += f", offload: {state.offload}"
     yield f"state     ZeRO-{state.zero_stage}, gradients reduced {reduced}"
+    if state.copies > 1:
+        moved = shard_traffic(setting)
+        gathered, reduced, summed = (three(size / 1e9) for size in moved)
+        yield (
+            f"copies    {state.copies} of {setting.shards} shards (dp_shards "
+            f"{flow.mesh.dp // state.copies}); a rank's GB in a step: {gathered} gathered and "
+            f"{reduced} reduced inside a copy, {summed} summed over the copies"
+        )
 
 
 def three(value: float) -> str:

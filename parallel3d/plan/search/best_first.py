@@ -155,7 +155,7 @@ class _Search:
                 if activations > self.room[0]:
                     continue
                 for groups in candidates.alternatives(self.request, node.mesh):
-                    if candidates.go_together(order, groups[0][0]):
+                    if candidates.go_together(node, order, groups[0][0]):
                         yield from self._untested(node, order, activations, groups)
         elif isinstance(node, Untested):
             flow, order, activations, ((state, *others), *fallback) = node
@@ -332,7 +332,7 @@ class _Search:
     def _sizes(self, flow: Flow, state: ZeroState) -> Iterator[tuple[int, Choices]]:
         """Yield a flow's choices with this state, and lower bounds on the first rank's bytes."""
         for order in candidates.orders(self.request, flow):
-            if candidates.go_together(order, state):
+            if candidates.go_together(flow, order, state):
                 choices = flow, order, state
                 yield least_on_first(setting_of(self.request, *choices), self.hardware)[0], choices
 

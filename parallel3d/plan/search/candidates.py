@@ -37,6 +37,8 @@ def meshes(request: Request) -> Iterator[MeshSizes]:
             if rest or cp > longest:
                 continue
             mesh = MeshSizes(pp=pp, dp=dp, cp=cp, tp=tp)
+            if dp % request.fixed.get("dp_shards", 1):
+                continue
             if _is_open(request, **mesh._asdict()) and _is_possible(request, mesh):
                 yield mesh
 
@@ -74,7 +76,8 @@ def _divisions(request: Request, mesh: MeshSizes) -> list[int]:
     experts = getattr(request.config.model, "num_experts", 0) or 1
     if config.train.noise_scale_every:
         experts = 1
-    return [ep for ep in divisors_of(gcd(experts, mesh.dp)) if _is_open(request, ep=ep)]
+    most = gcd(experts, request.fixed.get("dp_shards", mesh.dp))
+    return [ep for ep in divisors_of(most) if _is_open(request, ep=ep)]
 
 
 @lru_cache(maxsize=65536)
@@ -101,9 +104,10 @@ def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
     return tuple(allowed)
 
 
-def go_together(order: Order, state: ZeroState) -> bool:
-    """Return True if a schedule can run with a ZeRO state's gradient reductions."""
-    return state.reduces_once or not schedules.splits_backward(order.schedule)
+def go_together(flow: Flow, order: Order, state: ZeroState) -> bool:
+    """Return True if a schedule can run with a ZeRO state's reductions, and its copies have ep."""
+    can_reduce = state.reduces_once or not schedules.splits_backward(order.schedule)
+    return can_reduce and flow.mesh.dp // state.copies % flow.ep == 0
 
 
 @lru_cache(maxsize=1024)
@@ -111,7 +115,8 @@ def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
     """Return every ZeRO stage, reduction and offload that the engine supports, simplest first.
 
     On one replica nothing is sharded. Stages 1 and 2 differ only in the reduction
-    (docs/deepspeed.md). `weights` is the fastest choice.
+    (docs/deepspeed.md). `weights` is the fastest choice. With copies of the shards, ZeRO-2 is
+    ZeRO-1: both reduce once a step.
     """
     allowed = []
     once = request.fixed.get("gradient_reduction") != "per_microbatch"
@@ -122,15 +127,41 @@ def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
             kinds += [(1, False), (2, True)]
     elif "zero_stage" in request.fixed:
         kinds = [(stage, once or not stage) for stage in range(4)]
-    for (stage, once), optimizer, param in product(kinds, DEVICES, DEVICES):
+    for copies, (stage, once), optimizer, param in product(
+        _copies(request, mesh), kinds, DEVICES, DEVICES
+    ):
+        if copies > 1 and (stage, once) in ((0, True), (2, False)):
+            continue
         if (
             _is_open(request, zero_stage=stage, offload_optimizer=optimizer, offload_param=param)
             and _reduces(request, stage, once)
             and _has_offload(request, stage, optimizer, param)
         ):
             way = ways(request, stage, param)[0]
-            allowed.append(ZeroState.of(stage, once, optimizer, param, way))
-    return tuple(sorted(allowed, key=lambda s: (s.num_offloads, s.zero_stage, not s.reduces_once)))
+            allowed.append(ZeroState.of(stage, once, optimizer, param, way, copies))
+    return tuple(sorted(allowed, key=_simplest))
+
+
+def _simplest(state: ZeroState) -> tuple[int, int, bool, int]:
+    return state.num_offloads, state.zero_stage, not state.reduces_once, state.copies
+
+
+def _copies(request: Request, mesh: MeshSizes) -> list[int]:
+    """Return the numbers of copies of the shards to compare: groups of whole nodes, and of all.
+
+    Inside a node copies save no time, and smaller groups than a node's need more memory and move
+    larger shards between nodes.
+    """
+    fixed = request.fixed.get("dp_shards")
+    if fixed is not None:
+        return [mesh.dp // fixed]
+    node = request.hardware.sharing(request.devices)
+    copies = [1]
+    for shards in divisors_of(mesh.dp)[:-1]:
+        ranks = shards * mesh.cp * mesh.tp
+        if node < request.devices and ranks > mesh.tp and ranks % node == 0:
+            copies.append(mesh.dp // shards)
+    return sorted(copies)
 
 
 @lru_cache(maxsize=1024)
@@ -143,15 +174,16 @@ def alternatives(
     the highest lower stage that reduces as often: if that stage fits, ZeRO-3 is not faster, as it
     gathers at least as much.
     """
-    groups = defaultdict[tuple[int, bool], list[ZeroState]](list)
+    groups = defaultdict[tuple[int, bool, int], list[ZeroState]](list)
     for state in states(request, mesh):
-        groups[state.zero_stage, state.reduces_once].append(state)
-    highest = {once: zero for zero, once in sorted(groups) if zero < 3}
+        groups[state.zero_stage, state.reduces_once, state.copies].append(state)
+    highest = {(once, copies): zero for zero, once, copies in sorted(groups) if zero < 3}
     with_fallbacks: list[tuple[tuple[ZeroState, ...], ...]] = []
-    for (zero, once), group in groups.items():
-        if zero < 3 and highest[once] == zero and (3, once) in groups:
-            with_fallbacks.append((tuple(group), tuple(groups[3, once])))
-        elif zero < 3 or once not in highest:
+    for (zero, once, copies), group in groups.items():
+        lower = highest.get((once, copies))
+        if zero < 3 and lower == zero and (3, once, copies) in groups:
+            with_fallbacks.append((tuple(group), tuple(groups[3, once, copies])))
+        elif zero < 3 or lower is None:
             with_fallbacks.append((tuple(group),))
     return tuple(with_fallbacks)
 

@@ -24,6 +24,7 @@ from parallel3d.schedule import schedules
 CHOICES = (
     *AXES,
     "ep",
+    "dp_shards",
     "sequence_parallel",
     "micro_batch",
     "schedule",
@@ -194,6 +195,7 @@ def choices_json(setting: Setting, memory: Memory) -> JsonObject:
     return {
         **flow.mesh._asdict(),
         "ep": flow.ep,
+        "dp_shards": flow.mesh.dp // state.copies if state.copies > 1 else None,
         "sequence_parallel": flow.sequence_parallel,
         "zero_stage": state.zero_stage,
         "gradient_reduction": "per_step" if state.reduces_once else "per_microbatch",

@@ -125,8 +125,9 @@ def _leaner(request: Request, flow: Flow, order: Order, state: ZeroState) -> Ite
                 other.stages_per_rank <= order.stages_per_rank
                 and zero.zero_stage >= state.zero_stage
                 and zero.num_offloads >= state.num_offloads
+                and zero.copies == state.copies
             )
-            if is_leaner and candidates.go_together(other, zero):
+            if is_leaner and candidates.go_together(near, other, zero):
                 gathers = zero, *candidates.shorter_gathers(request, other, zero)
                 yield from ((near, other, variant) for variant in gathers)
 

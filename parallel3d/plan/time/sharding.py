@@ -165,7 +165,7 @@ def matrix_work(
     for kind, count in enumerate(held):
         shapes += matrices_of(model.kinds[kind].params, work.per_head) * count
     costs = tuple(newton_schulz_cost(*shape) for shape in shapes)
-    homes = mesh.dp * mesh.tp
+    homes = mesh.dp * mesh.tp // sharding.state.copies
     uneven = imbalance(costs, homes)
     total_flops = sum(work.flops(cost, min(s)) for cost, s in zip(costs, shapes, strict=True))
     flops = total_flops / homes * uneven
@@ -260,20 +260,28 @@ class _HeldWeights:
                 num += 2 * count if one.experts else count
         return num
 
-    def reduce(self) -> float:
+    def reduce(self, over_copies: bool = True) -> float:
         """Return the seconds to reduce the gradients, bucket by bucket.
 
         If the ranks that share the state are not all replicas, they reduce first, and then each
-        reduces its shard with its counterparts.
+        reduces its shard with its counterparts, if it does so at once (`over_copies`).
         """
         kind: Kind = "reduce_scatter" if self._sharding.state.zero_stage else "all_reduce"
         num_buckets = max(1, round(self.total.params / self._machine.software.bucket))
         size = self._machine.software.reduction_bytes / num_buckets
-        moved = self.total.params * size
         seconds = self._both(kind, self.total._replace(small=0), size)
-        shard = moved / self._sharding.shards
-        seconds += self.collective("all_reduce", shard, self._across, self._one_ring)
+        if over_copies:
+            seconds += self.sum_over_copies(size)
         return num_buckets * seconds
+
+    def sum_over_copies(self, size: float) -> float:
+        """Return the seconds to sum this rank's shards over their copies, `size` bytes an element.
+
+        An expert's shard is one of fewer ranks.
+        """
+        own = self.total.params + (self._sharding.ep - 1) * self.total.experts
+        moved = own * size / self._sharding.shards
+        return self.collective("all_reduce", moved, self._across, self._one_ring)
 
 
 def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine) -> StageTransfers:
@@ -294,7 +302,7 @@ def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
         overhead = weights.num_gathers if sharding.gathers else handled
         overhead *= curves.overhead_per_gather + apart
     if not state.reduces_once:
-        reduce = weights.reduce()
+        reduce = weights.reduce(over_copies=not state.sums_copies_late)
         if state.offload_optimizer != "none" and state.zero_stage >= 1:
             store = to_host_seconds(sizes.params / shards * software.gradient_bytes, machine)
         if state.zero_stage >= 2:
@@ -335,6 +343,8 @@ def _coord(
         after = weights.collective("all_gather", sizes.small * size)
     if state.reduces_once:
         reduce = weights.reduce()
+    elif state.sums_copies_late:
+        reduce = weights.sum_over_copies(software.reduction_bytes)
     if state.zero_stage in (1, 2):
         after = weights.collective("all_gather", sizes.params * size)
     split = sharding.sequence_parallel

@@ -38,7 +38,9 @@ def everything(request):
             orders = candidates.orders(request, flow)
             states = candidates.states(request, mesh)
             for order, state in product(orders, states):
-                if state.reduces_once or not splits_backward(order.schedule):
+                whole_copies = mesh.dp // state.copies % flow.ep == 0
+                reduces = state.reduces_once or not splits_backward(order.schedule)
+                if reduces and whole_copies:
                     yield flow, order, state
 
 
