@@ -45,8 +45,10 @@ def global_boxes(held: HeldParameter, start: int, stop: int) -> list[tuple[Box, 
     return [(shift(box, first), at) for box, at in boxes]
 
 
-def runs_to_write(engine: Engine) -> list[ChunkRun]:
+def runs_to_write(engine: Engine, copy: int | None = None) -> list[ChunkRun]:
     """Return the runs of chunks that this rank writes; together, ranks write each element once.
+
+    - `copy`: those of the rank with that copy of this rank's shards, which has the same elements.
 
     Of tensor-parallel ranks with equal copies the first one writes; replicas, and the
     copies of a shard, write even shares.
@@ -60,7 +62,8 @@ def runs_to_write(engine: Engine) -> list[ChunkRun]:
             equal = engine.mesh.copies
             if engine.settings.zero.stage == 0:
                 equal = piece.held.replicas
-            start, stop = even_split(piece.numel, equal.size, equal.coord)
+            coord = equal.coord if copy is None else copy
+            start, stop = even_split(piece.numel, equal.size, coord)
             if stop > start:
                 at = piece.start
                 boxes = [b for b, _ in global_boxes(piece.held, at + start, at + stop)]

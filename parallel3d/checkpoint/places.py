@@ -61,6 +61,8 @@ class Place(Protocol):
     """False if files are written without their digests."""
     every: int = 0
     """Steps between the saves here, besides those on disk."""
+    also_writes: Sequence[int] = ()
+    """Ranks whose files this rank writes here, too: it holds copies of their shards."""
     problem: str = ""
     """Why the newest save failed, the same on all ranks; "" if it did not."""
     num_failures: int = 0

@@ -8,8 +8,9 @@ says when to save.
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from threading import Thread
@@ -21,7 +22,7 @@ from rich.filesize import decimal
 from parallel3d.base.errors import TrainingError
 from parallel3d.base.say import Say
 from parallel3d.checkpoint import chunk_runs, disk, free_space
-from parallel3d.checkpoint.chunk_runs import HostCopy, copy_bytes
+from parallel3d.checkpoint.chunk_runs import ChunkRun, HostCopy, copy_bytes
 from parallel3d.checkpoint.chunks import header
 from parallel3d.checkpoint.manifest import FORMAT
 from parallel3d.checkpoint.places import Entries, Place
@@ -42,6 +43,23 @@ class _Save:
     """Why it failed, the same on all ranks; "" if it did not."""
     lost: Exception | None = None
     """A failure on which the ranks could not agree."""
+
+
+@dataclass(frozen=True)
+class _File:
+    """A rank's file: the runs of chunks in it, and the header that names them ("" if none)."""
+
+    rank: int
+    runs: Sequence[ChunkRun]
+
+    @cached_property
+    def header(self) -> bytes:
+        chunks = [chunk for run in self.runs for chunk in run.chunks]
+        return header(chunks) if chunks else b""
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(run.stop - run.start for run in self.runs)
 
 
 class Saver:
@@ -71,14 +89,15 @@ class Saver:
         self._parameters = {
             name: {"shape": list(spec.shape)} for name, spec in named_params(layers).items()
         }
-        self._runs = chunk_runs.runs_to_write(engine)
-        chunks = [chunk for run in self._runs for chunk in run.chunks]
-        self._header = header(chunks) if chunks else b""
-        self._numel = sum(run.stop - run.start for run in self._runs)
-        self._buffer: HostCopy | None = None
+        own = _File(mesh.rank, chunk_runs.runs_to_write(engine))
+        self._files = [own]
+        for rank in sorted({rank for place in places for rank in place.also_writes}):
+            copy = mesh.copies.ranks.index(rank)
+            self._files.append(_File(rank, chunk_runs.runs_to_write(engine, copy)))
+        self._buffers: list[HostCopy] = []  # of the files, in their order
         self._running: tuple[_Save, Thread] | None = None
         self._bytes_by_rank = [
-            row[0] for row in mesh.messages.gather_floats([len(self._header) + 4 * self._numel])
+            row[0] for row in mesh.messages.gather_floats([len(own.header) + 4 * own.numel])
         ]
         self.num_bytes = int(sum(self._bytes_by_rank))
         """Bytes of a checkpoint's tensors, over all ranks."""
@@ -141,13 +160,18 @@ class Saver:
             self._start(save)
             return
         if not save.problem:
-            with closing(chunk_runs.host_arrays(self._engine, self._runs)) as arrays:
+            with ExitStack() as stack:
+                arrays = []
+                for file in self._files_of(save.place):
+                    of_file = chunk_runs.host_arrays(self._engine, file.runs)
+                    arrays.append(stack.enter_context(closing(of_file)))
                 self._write(save, arrays)
         self._conclude(save)
 
     def _plan(self, place: Place, wait: bool) -> tuple[str, bool]:
         """Return why the save is impossible, or "", and whether to write in the background."""
-        new_bytes = 0 if self._buffer is not None else copy_bytes(self._numel)
+        new_files = self._files_of(place)[len(self._buffers) :]
+        new_bytes = sum(copy_bytes(file.numel) for file in new_files)
         memory_lacks = 0
         place_lacks = 0
         with suppress(OSError):  # out of files, or the disk is away: the write reports it
@@ -171,16 +195,24 @@ class Saver:
 
     def _start(self, save: _Save) -> None:
         """Write from a copy while training continues."""
-        if self._buffer is None:
+        files = self._files_of(save.place)
+        for file in files[len(self._buffers) :]:
             # Kept for later saves: new memory costs more than the copy itself.
-            self._buffer = HostCopy(self._numel, pinned=self._mesh.device.type != "cpu")
-        self._buffer.fill(chunk_runs.live_tensors(self._engine, self._runs))
-        args = save, self._buffer.arrays()
+            self._buffers.append(HostCopy(file.numel, pinned=self._mesh.device.type != "cpu"))
+        arrays = []
+        for file, buffer in zip(files, self._buffers, strict=False):
+            buffer.fill(chunk_runs.live_tensors(self._engine, file.runs))
+            arrays.append(buffer.arrays())
+        args = save, arrays
         thread = Thread(target=self._write, args=args, name="checkpoint", daemon=True)
         self._running = save, thread
         thread.start()
 
-    def _write(self, save: _Save, arrays: Iterable[np.ndarray]) -> None:
+    def _files_of(self, place: Place) -> Sequence[_File]:
+        """Return the files that this rank writes to a place, its own first."""
+        return self._files if place.also_writes else self._files[:1]
+
+    def _write(self, save: _Save, arrays: Sequence[Iterable[np.ndarray]]) -> None:
         """Write to the place; a failure is left in `save`."""
         try:
             save.place.write(
@@ -191,15 +223,19 @@ class Saver:
         except Exception as error:  # a rank was lost; raised again where training can report it
             save.lost = error
 
-    def _write_own(self, folder: Path, arrays: Iterable[np.ndarray], hashed: bool) -> Entries:
-        """Write this rank's file, if it has one, and return {name: [size, digest]}."""
-        if not self._header:
-            return {}
-        rank = self._mesh.rank
-        name = f"shard-{rank:05d}-of-{self._mesh.world.size:05d}.safetensors"
-        with disk.reporting(folder / name, f"rank {rank}: "):
-            entry = disk.write_file(folder / name, chain([self._header], arrays), hashed)
-        return {name: [entry.size, entry.digest]}
+    def _write_own(
+        self, folder: Path, arrays: Sequence[Iterable[np.ndarray]], hashed: bool
+    ) -> Entries:
+        """Write this rank's files, whose tensors `arrays` has; return {name: [size, digest]}."""
+        entries = {}
+        for file, of_file in zip(self._files, arrays, strict=False):
+            if not file.header:
+                continue
+            name = f"shard-{file.rank:05d}-of-{self._mesh.world.size:05d}.safetensors"
+            with disk.reporting(folder / name, f"rank {self._mesh.rank}: "):
+                entry = disk.write_file(folder / name, chain([file.header], of_file), hashed)
+            entries[name] = [entry.size, entry.digest]
+        return entries
 
     def _conclude(self, save: _Save) -> None:
         """Report the end of a save."""

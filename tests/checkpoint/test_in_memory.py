@@ -17,8 +17,11 @@ MESH = (2, 2, 1)
 STEPS = 8
 
 
-def two_hosts(memory, rank):
-    """Let ranks 0 and 1 be on one host, 2 and 3 on another, each with a memory of its own."""
+def two_hosts(memory, send_nothing, rank):
+    """Let ranks 0 and 1 be on one host, 2 and 3 on another, each with a memory of its own.
+
+    With `send_nothing` a file that a rank sends to another one ends the run.
+    """
     from parallel3d.extras.guard import host_memory
     from parallel3d.mesh.nodes import Nodes
     from parallel3d.train import start
@@ -36,6 +39,11 @@ def two_hosts(memory, rank):
         folder.mkdir(parents=True, exist_ok=True)
         return open_memory(mesh, nodes, folder, *args)
 
+    def refuse(self, folder, plan, files):
+        assert not plan, plan
+
+    if send_nothing:
+        open_memory._copy = refuse
     start.find_nodes = find
     host_memory.HostMemory = open_host_memory
 
@@ -67,8 +75,9 @@ class MemoryRun(drill.Run):
         super().__init__(config, name, mesh, **changes)
         self.memory = root / "hosts"
 
-    def start(self, fault="", **options):
-        return super().start(fault, partial(two_hosts, self.memory), **options)
+    def start(self, fault="", send_nothing=False, **options):
+        hosts = partial(two_hosts, self.memory, send_nothing)
+        return super().start(fault, hosts, **options)
 
     def killed(self, step, rank):
         """Kill a rank as the launch begins its `step`-th step."""
@@ -106,6 +115,29 @@ def test_run_resumes_from_the_other_hosts_memory(config, tmp_path):
     drill.check_same(run, unbroken)
     assert [line["tier"] for line in run.events("launch")] == [None, "memory"]
     assert [*run.memory.rglob("step-*")] == [], "a run that ends well leaves memory free"
+
+
+def test_copies_of_shards_are_the_copies_on_other_hosts(config, tmp_path):
+    """Nothing is sent to the next host, and a lost host's shards are read from the other copy."""
+    mesh = (1, 4, 1)
+    copies = {"parallel3d__mesh__dp_shards": 2}
+    unbroken = drill.Run(
+        config, "copied", mesh, parallel3d__checkpoint__in_memory_every=0, **copies
+    )
+    assert [end.code for end in unbroken.start()] == [0] * 4
+    run = MemoryRun(config, "copies", tmp_path, mesh, **copies)
+    with_copies = run.start("kill trainer.step 7 3", send_nothing=True)
+    drill.check_died(with_copies, 3)
+    assert "each shard from the hosts with its copies" in with_copies[0].log
+    shutil.rmtree(run.memory / "b")
+    names = [name for name in run.steps("a") if ".tmp" not in name]
+    newest = max(int(name.removeprefix("step-")) for name in names)
+    assert newest in (5, 6), "of 6 steps at most one is lost"
+    files = [path.name for path in run.steps("a")[f"step-{newest}"].glob("*.safetensors")]
+    assert len(files) == 4
+    drill.check_resumed(run.start(), newest)
+    drill.check_same(run, unbroken)
+    assert [line["tier"] for line in run.events("launch")] == [None, "memory"]
 
 
 @pytest.mark.slow

@@ -62,6 +62,16 @@ HALLS: dict[str, dict[str, Any]] = {
     "experts": {"model": {"family": "moe", **_SIZES}},
     "Muon experts": {"model": {"family": "moe", **_SIZES}, "optimizer": MUON},
     "divided experts": {"model": {"family": "moe", **_SIZES}, "zero": 3, "ep": 2},
+    "copies": {"dp_shards": 2},
+    "copies at ZeRO-3": {"zero": 3, "dp_shards": 2},
+    "copies each microbatch": {"zero": 3, "reduction": "per_microbatch", "dp_shards": 2},
+    "copies in bf16": {"precision": "bf16", "dp_shards": 2},
+    "copies of experts": {
+        "model": {"family": "moe", **_SIZES},
+        "zero": 3,
+        "ep": 2,
+        "dp_shards": 2,
+    },
 }
 
 
@@ -71,9 +81,9 @@ def hall(name: str) -> RunConfig:
     model = settings.pop("model", _GPT)
     data = settings.pop("data", {})
     overlap = settings.pop("overlap", None)
-    ep = settings.pop("ep", 1)
+    groups = {"ep": settings.pop("ep", 1), "dp_shards": settings.pop("dp_shards", None)}
     raw = config_of(**settings)
-    raw["parallel3d"].setdefault("mesh", {})["ep"] = ep
+    raw["parallel3d"].setdefault("mesh", {}).update(groups)
     raw["parallel3d"]["data"] |= data
     raw["zero_optimization"]["overlap_comm"] = overlap
     raw["parallel3d"]["model"] = model

@@ -45,6 +45,10 @@ NEEDS: dict[str, Need] = {
     "fused projections": lambda config, small: True,
     "fewer key/value heads than tp": _few_heads,
     "reduced once": lambda c, small: small.pipeline.reduces_once(small.zero_optimization.stage),
+    "reduced each microbatch": lambda c, small: (
+        not small.pipeline.reduces_once(small.zero_optimization.stage)
+    ),
+    "copies": lambda config, small: small.mesh.num_copies > 1,
     "weight gradients apart": lambda c, small: schedules.splits_backward(small.pipeline.schedule),
     "no offload": lambda c, small: small.zero_optimization.offload_optimizer.device == "none",
     "ZeRO-0": _stages(0),

@@ -1,6 +1,8 @@
 """Checkpoints in the memory of the hosts, which outlive the processes that wrote them.
 
 Each rank writes its file to a folder in its host's memory, and sends it to a rank of the next host.
+With copies of ZeRO's shards on other hosts (mesh.dp_shards) nothing is sent: a rank that holds a
+copy writes the same file.
 A host's step-N therefore has the files of its own ranks, those of the host before it, state.json,
 and the manifest of the whole checkpoint. docs/checkpoint.md describes the folder.
 """
@@ -37,7 +39,14 @@ from parallel3d.checkpoint.manifest import (
     step_folders,
     tensor_files,
 )
-from parallel3d.checkpoint.places import Copies, FoundCheckpoint, Place, WriteFiles, merged
+from parallel3d.checkpoint.places import (
+    Copies,
+    Entries,
+    FoundCheckpoint,
+    Place,
+    WriteFiles,
+    merged,
+)
 from parallel3d.config.parallel3d_block import CheckpointConfig
 from parallel3d.extras.guard.restarts import Restarts
 from parallel3d.mesh.agree import agree, gather_json, on_first
@@ -67,6 +76,8 @@ def open_memory(
     memory = HostMemory(mesh, nodes, root, Restarts(folder))
     memory.every = settings.in_memory_every
     hosts = "a copy on the next host" if memory.peers else "ONE HOST: no copy on another one"
+    if memory.has_copies:
+        hosts = "each shard from the hosts with its copies"
     say(f"memory  every {settings.in_memory_every} steps to {memory.folder}; {hosts}")
     return memory
 
@@ -101,7 +112,28 @@ class HostMemory(Place):
             for own, after in zip(hosts, [*hosts[1:], hosts[0]], strict=True):
                 for place, rank in enumerate(own):
                     self.peers[rank] = after[place % len(after)]
+        holders = self._find_holders()
+        self.has_copies = bool(holders)
+        """True if ranks of other hosts hold each rank's shards, and so write its file, too."""
+        self.peers |= holders
+        self.also_writes = [rank for rank, peer in holders.items() if peer == mesh.rank]
         self.folder = root / f"parallel3d-{os.getuid()}" / name
+
+    def _find_holders(self) -> dict[int, int]:
+        """Return by rank the next one on another host with a copy of its shards. Collective.
+
+        It is empty unless all ranks have such a copy.
+        """
+        copies = self._mesh.copies
+        if copies.size == 1:
+            return {}
+        holders: dict[int, int] = {}
+        for rank, group in enumerate(gather_json(self._mesh, copies.ranks, aside=True)):
+            place = group.index(rank)
+            for other in [*group[place:], *group[:place]]:
+                if self._host_of[other] != self._host_of[rank]:
+                    holders.setdefault(rank, other)
+        return holders if len(holders) == self._mesh.world.size else {}
 
     def missing_bytes(self, bytes_by_rank: Sequence[float]) -> int:
         """Return the bytes that this host lacks for another step; 0 if it fits."""
@@ -131,8 +163,11 @@ class HostMemory(Place):
             own = gather_json(mesh, agree(mesh, lambda: write_files(unfinished)), aside=True)
             files = merged(own)
             plan = []
-            for rank, peer in self.peers.items():
-                plan += [(name, rank, peer) for name in own[rank]]
+            if self.has_copies:
+                _require_equal(own, files)
+            else:
+                for rank, peer in self.peers.items():
+                    plan += [(name, rank, peer) for name in own[rank]]
             self._copy(unfinished, plan, files)
             self._on_each_host(
                 lambda: disk.publish(unfinished, folder, state["step"], text.encode(), files)
@@ -330,6 +365,17 @@ class HostMemory(Place):
             is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
             return is_closed and status.st_uid == os.getuid()
         return False
+
+
+def _require_equal(own: Sequence[Entries], files: Mapping[str, Entry]) -> None:
+    """Raise TrainingError unless ranks with copies of a shard have written the same file."""
+    for rank, entries in enumerate(own):
+        for name, entry in entries.items():
+            if Entry(*entry) != files[name]:
+                raise TrainingError(
+                    f"{name}: rank {rank}'s copy of the shard has other bits than the others; set "
+                    "train.check_bits to find the wrong one"
+                )
 
 
 def _require_copy(name: str, holders: Sequence[int]) -> None:

@@ -17,6 +17,8 @@ EXHIBIT = Exhibit(
 
 
 @in_place_of(reducing, "_reduce_scatter")
-def plant(original: Any, gradients: Any, dtype: Any, group: Any, divisor: int) -> Any:
+def plant(
+    original: Any, gradients: Any, dtype: Any, group: Any, divisor: int, copies: Any = None
+) -> Any:
     """Divide by the size of the group that a gradient is summed over."""
-    return original(gradients, dtype, group, group.size())
+    return original(gradients, dtype, group, group.size(), copies)

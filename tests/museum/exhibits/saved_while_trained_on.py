@@ -14,4 +14,4 @@ EXHIBIT = Exhibit(
 @in_place_of(Saver, "_write")
 def plant(original: Any, saver: Saver, save: Any, copied: Any) -> None:
     """What is written is read from the engine, which trains on; the copy is not used."""
-    original(saver, save, host_arrays(saver._engine, saver._runs))
+    original(saver, save, [host_arrays(saver._engine, saver._files[0].runs)])
