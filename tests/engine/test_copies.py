@@ -2,9 +2,14 @@
 
 import pytest
 
+from parallel3d.mesh.traffic import Traffic
+from parallel3d.plan.setting import Setting
+from parallel3d.plan.time.traffic import shard_traffic
+from parallel3d.tensor.cut import is_of_experts
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE
-from tests.cases import Case, compare_on_rank
+from tests.cases import Case, Trainer, compare_on_rank
+from tests.pipeline.test_experts import MOE
 from tests.verify.measuring import errors_of, number_anew
 
 pytestmark = pytest.mark.gloo
@@ -58,3 +63,75 @@ def errors():
 def test_copies_equal_one_process(name, errors):
     print(f"{name:40} {errors[name]}")
     assert errors[name].within(TOLERANCE[CASES[name].precision]), errors[name]
+
+
+# A copy's ranks move what plain ZeRO of as many ranks moves; each rank's shard crosses once.
+TRAFFIC = {
+    "zero1": {"zero_stage": 1},
+    "zero3": {"weights": "per_pass"},
+    "zero3 per microbatch": {"reduction": "per_microbatch"},
+    "bf16 sums": {
+        "zero_stage": 3,
+        "precision": "bf16",
+        "changes": {"communication_data_type": "bf16"},
+    },
+    "experts": {"model": MOE | {"router_z_loss_coef": 0.01}, "changes": {"parallel3d.mesh.ep": 2}},
+}
+
+
+def moved_on_rank(rank, cases):
+    """Each case's bytes of a step by group and operation, and the elements of the rank's shards."""
+    rows = []
+    for case in cases:
+        number_anew()
+        trainer = Trainer(case)
+        with Traffic(trainer.mesh) as traffic:
+            trainer.executor.run(trainer.batches()[0], 0)
+            trainer.engine.step(trainer.lr)
+        moved = {}
+        for calls in traffic.calls:
+            moved.setdefault(calls.group, {})[calls.operation] = calls.bytes
+        shards = trainer.mesh.shards.size
+        elements = 0
+        for h in trainer.engine.held:
+            parts = shards // trainer.mesh.experts.size if is_of_experts(h.parameter) else shards
+            elements += h.elements / parts
+        rows.append((moved, elements))
+        trainer.close()
+    return rows
+
+
+def test_bytes_inside_a_copy_and_over_the_copies():
+    copied = [case_of(batch=8, microbatches=2, **settings) for settings in TRAFFIC.values()]
+    flat = [
+        case_of(mesh=(1, 2, 1), shards=None, batch=4, microbatches=2, **settings)
+        for settings in TRAFFIC.values()
+    ]
+    plain = run_locally(moved_on_rank, 2, flat)
+    for rank, rows in enumerate(run_locally(moved_on_rank, 4, copied)):
+        for number, case in enumerate(copied):
+            moved, elements = rows[number]
+            of_plain, _ = plain[rank % 2][number]
+            inside = moved.pop("dp shards")
+            across = moved.pop("dp copies")
+            size = 2 if case.changes.get("communication_data_type") else 4
+            # ZeRO-1 cuts a flat tensor: one of two ranks has more. ZeRO-3 has one more element for
+            # each of its groups of parameters (docs/deepspeed.md).
+            extra = across.pop("all_reduce") - size * elements
+            assert not across
+            if case.zero_stage == 1:
+                assert abs(extra) < 0.01 * size * elements
+            else:
+                assert 0 <= extra <= 2 * size
+            (of_plain,) = [moves for group, moves in of_plain.items() if group != "ep"]
+            scalars = 64  # bytes of norms and losses
+            assert inside.keys() <= of_plain.keys()
+            for operation, num_bytes in of_plain.items():
+                assert abs(inside.get(operation, 0) - num_bytes) <= scalars, (operation, case)
+            moved.pop("ep", None)  # experts' tokens
+            assert sum(sum(moves.values()) for moves in moved.values()) <= scalars
+            planned = shard_traffic(Setting.from_config(case.config))
+            assert planned.summed == pytest.approx(size * elements, rel=1e-3)
+            if case.zero_stage == 3:
+                assert planned.gathered == pytest.approx(inside["all_gather"], rel=0.01)
+                assert planned.reduced == pytest.approx(inside["reduce_scatter"], rel=0.01)

@@ -250,6 +250,34 @@ def test_divided_over_ranks(folder):
                 checkpointing="full",
             ),
             case_of((2, 2, 1), "one_f_one_b", ep=2, zero_stage=0),
+            case_of((1, 4, 1), model=SIGMOID, ep=2, zero_stage=3, changes=two_shards()),
+        ],
+        folder,
+    )
+
+
+def two_shards():
+    """Two copies of the shards, each with all experts."""
+    return {"parallel3d.mesh.dp_shards": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_with_copies_of_shards(ep, folder, cpu_adam):
+    check(
+        [
+            case_of((1, 4, 1), model=SOFTMAX, ep=ep, zero_stage=1, changes=two_shards()),
+            case_of((1, 4, 1), model=SIGMOID, ep=ep, zero_stage=2, changes=two_shards()),
+            case_of(
+                (1, 4, 1),
+                model=SIGMOID,
+                ep=ep,
+                zero_stage=3,
+                reduction="per_step",
+                offload="cpu",
+                changes=two_shards(),
+            ),
+            case_of((1, 4, 1), model=SOFTMAX, ep=ep, muon=True, changes=two_shards()),
         ],
         folder,
     )

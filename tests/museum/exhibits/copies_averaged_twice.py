@@ -1,5 +1,5 @@
-"""With copies of the shards a gradient was divided by all ranks before it was scattered, and by the
-copies again when they averaged it.
+"""With copies of the shards a gradient was divided by all ranks before it was scattered, and by
+the copies again when they averaged it.
 """
 
 from typing import Any

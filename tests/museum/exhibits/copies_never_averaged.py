@@ -1,5 +1,5 @@
-"""The mesh that a model was sharded on had lost its outer dimension: each copy of the shards trained
-on the gradients of its own ranks.
+"""The mesh that a model was sharded on had lost its outer dimension: each copy of the shards
+trained on the gradients of its own ranks.
 """
 
 from typing import Any

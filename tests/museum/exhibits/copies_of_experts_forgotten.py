@@ -1,5 +1,5 @@
-"""With copies of the shards the gradients of all parameters were summed over the copies, but for the
-experts that ranks divide among them.
+"""With copies of the shards the gradients of all parameters were summed over the copies, but for
+the experts that ranks divide among them.
 """
 
 from typing import Any

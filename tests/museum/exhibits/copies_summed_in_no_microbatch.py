@@ -1,5 +1,5 @@
-"""Gradients of microbatches were to be summed over the copies of the shards after the last one, and a
-step that was recorded at the first one never did so.
+"""Gradients of microbatches were to be summed over the copies of the shards after the last one,
+which a step recorded at the first one never did.
 """
 
 from typing import Any
