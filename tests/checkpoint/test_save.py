@@ -257,7 +257,7 @@ def weigh(rank, root):
         behind.finish()
 
     peaks = [peak_of(lambda: waiting.save(state(1))), peak_of(save_behind)]
-    copied = sum(array.nbytes for array in behind._buffer.arrays())
+    copied = sum(array.nbytes for array in behind._buffers[0].arrays())
     size = waiting.num_bytes // trained.mesh.world.size
     trained.mesh.barrier()
     trained.engine.close()

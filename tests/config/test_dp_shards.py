@@ -5,7 +5,7 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.run import digest_of
-from tests.config.configs import raw
+from tests.config.configs import error_of, raw
 
 pytestmark = pytest.mark.pure
 
@@ -68,3 +68,17 @@ def test_config_without_copies_keeps_its_digest_and_its_text():
     """A run without a name is found by the digest, also by a release that has the key."""
     assert "dp_shards" not in read().to_dict()["parallel3d"]["mesh"]
     assert digest_of(read()) == digest_of(read(**{SHARDS: None})) != digest_of(read(**{SHARDS: 2}))
+
+
+@pytest.mark.parametrize("name", ["zero_hpz_partition_size", "mics_shard_size"])
+def test_keys_of_deepspeed_are_refused_with_this_one(name):
+    message = error_of(**{f"zero_optimization.{name}": 8})
+    assert f"zero_optimization.{name} = 8: is not supported" in message
+    assert "set parallel3d.mesh.dp_shards" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["data_parallel_shard_degree", "num_replicas", "dp_replicate_size"]
+)
+def test_names_of_other_frameworks_name_this_one(name):
+    assert SHARDS in error_of(**{f"parallel3d.mesh.{name}": 2})

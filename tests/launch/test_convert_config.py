@@ -441,3 +441,26 @@ def test_unreadable_file_is_named(name, content, message, tmp_path, called):
     code, printed, errors = called(command.main, "convert", "config", tmp_path / name)
     assert (code, printed) == (2, "") and "Traceback" not in errors
     assert str(tmp_path / name) in errors and message in errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "shards", "rows"),
+    [
+        ("--data-parallel-shard-degree 8 --data-parallel-replicate-degree 4", 8, "taken"),
+        ("--dp_shard_size 4", 4, "taken"),
+        ("--data-parallel-shard-degree -1", None, "dropped"),
+        ("--num-replicas 2 --dp-replicate-size 2", None, "taken"),
+        ("--num-distributed-optimizer-instances 1", None, "dropped"),
+        ("--mics-shard-size 16 --zero-hpz-partition-size 8", 16, "taken"),
+    ],
+)
+def test_hybrid_sharding_under_its_other_names(flags, shards, rows, converted):
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-4 "
+    config, found = converted("train.sh", f"{model} --train-iters 9 {flags}")
+    assert config["parallel3d"].get("mesh", {}).get("dp_shards") == shards
+    assert found[flags.split()[0].removeprefix("--").replace("_", "-")].verdict == rows
+    if "replicas" in flags:  # dp is not known here
+        assert found["copies of shards"].verdict == "UNKNOWN"
+        assert "parallel3d.mesh.dp_shards" in found["copies of shards"].why
+    if "hpz" in flags:
+        assert "set parallel3d.mesh.dp_shards" in found["zero-hpz-partition-size"].why

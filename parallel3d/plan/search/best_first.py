@@ -34,6 +34,8 @@ OFFLOAD_GAIN = 0.1
 """The share of a step that an offload must save: the figures of hosts are assumed, not measured."""
 CP_GAIN = 0.03
 """The share of a step that context parallelism must save: less is within the planner's error."""
+COPIES_GAIN = 0.03
+"""The share of a step that copies of ZeRO's shards must save, for the same reason."""
 _LEAN_MESHES = 30  # meshes that are searched for the plan with the least memory
 _OF_A_MESH = 4  # settings of each of these
 _TRIED = 4  # settings of a mesh that are compared to find the smallest of these
@@ -60,8 +62,8 @@ def search(request: Request, rows: int = 20, per_mesh: int | None = None) -> Ran
 
     The default of `per_mesh` leaves room for all meshes. A plan that fits without an offload is not
     listed with it, and one with an offload comes behind those that take less than OFFLOAD_GAIN
-    longer; one with cp behind those that take less than CP_GAIN longer. Tensor parallelism across
-    nodes counts only if nothing else fits. Raises ConfigError if no mesh is possible or the
+    longer; one with cp (CP_GAIN) or copies of shards (COPIES_GAIN) likewise. Tensor parallelism
+    across nodes counts only if nothing else fits. Raises ConfigError if no mesh is possible or the
     hardware lacks a figure.
     """
     candidates.check_fixed(request.fixed)
@@ -181,6 +183,7 @@ class _Search:
         """Return the factor on a plan's seconds by which plans are ordered: 1 for simple ones."""
         offloads = setting.state.num_offloads > 0
         own = 1 + OFFLOAD_GAIN if offloads and not self._offload_may_help else 1.0
+        own *= _handicap_of_copies(setting)
         return own if setting.mesh.cp == 1 else own * (1 + CP_GAIN)
 
     def _untested(
@@ -246,8 +249,9 @@ class _Search:
         return self._bound(setting)
 
     def _bound(self, setting: Setting) -> float:
-        """Return a lower bound on the seconds of a step."""
-        return _SAFE * lower_bound(setting, self.hardware, self.curves)
+        """Return a lower bound on the seconds of a step; with copies, on those it is ordered by."""
+        seconds = lower_bound(setting, self.hardware, self.curves)
+        return _SAFE * seconds * _handicap_of_copies(setting)
 
     def _floor_of_any(self, flow: Flow) -> float:
         """Return a flow's lower bound, with any number of layers in full recomputation."""
@@ -335,6 +339,11 @@ class _Search:
             if candidates.go_together(flow, order, state):
                 choices = flow, order, state
                 yield least_on_first(setting_of(self.request, *choices), self.hardware)[0], choices
+
+
+def _handicap_of_copies(setting: Setting) -> float:
+    """Return the factor by which plans with copies of the shards are ordered, 1 for the others."""
+    return 1 + COPIES_GAIN if setting.state.copies > 1 else 1.0
 
 
 def simplicity(plan: Plan) -> tuple[object, ...]:

@@ -75,7 +75,10 @@ SLOW = {
         deep(sp=True, recompute="selective"), deep(sp=True, recompute="layernorm+mlp_act"),
         deep(sp=True, recompute="mlp", model=DEEP | LLAMA),
     ],
-    (1, 4, 1): [{"zero": 1, "M": 1, "precision": "fp32", **OFTEN, **FLAT}],
+    (1, 4, 1): [
+        {"zero": 1, "M": 1, "precision": "fp32", **OFTEN, **FLAT},
+        {"shards": 2}, {"shards": 2, **PASS, **ONE}, {"shards": 2, "zero": 1, "precision": "fp32"},
+    ],
     (2, 2, 1): [
         deep(M=6, **ONE),
         deep(M=6, **PASS, schedule="interleaved", v=2),
@@ -123,6 +126,7 @@ def config_of(
     bucket=2**16,
     weights="per_microbatch",
     ep=1,
+    shards=None,
 ):
     """What a user would write, resolved."""
     pp, dp, tp = mesh
@@ -149,7 +153,14 @@ def config_of(
             **thresholds,
         },
         "parallel3d": {
-            "mesh": {"pp": pp, "dp": dp, "tp": tp, "ep": ep, "sequence_parallel": sp},
+            "mesh": {
+                "pp": pp,
+                "dp": dp,
+                "tp": tp,
+                "ep": ep,
+                "sequence_parallel": sp,
+                "dp_shards": shards,
+            },
             "pipeline": {
                 "schedule": schedule,
                 "stages_per_rank": v,

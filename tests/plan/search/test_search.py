@@ -61,13 +61,19 @@ def best_of_each_mesh(request, rows):
                             break
                 fitting.append((flow, order, kept))
                 break
-    bare = {(flow, order, state[1:3]) for flow, order, state in fitting if not state.num_offloads}
+
+    def kind(flow, order, state):
+        return flow, order, state.zero_stage, state.reduces_once, state.copies
+
+    bare = {kind(*choices) for choices in fitting if not choices[-1].num_offloads}
     for flow, order, state in fitting:
-        if not request.hardware.cores and state.num_offloads and (flow, order, state[1:3]) in bare:
+        is_bare = kind(flow, order, state) in bare
+        if not request.hardware.cores and state.num_offloads and is_bare:
             continue  # it fits without
         seconds = step_time(setting_of(request, flow, order, state), request.hardware).seconds
         rank = seconds * (1.1 if state.num_offloads and not request.hardware.cores else 1)
         rank *= 1.03 if flow.mesh.cp > 1 else 1
+        rank *= 1.03 if state.copies > 1 else 1
         best[flow.mesh] = min(best.get(flow.mesh, (1e9, 1e9)), (rank, seconds))
     ranked = sorted(best.items(), key=lambda item: item[1])[:rows]
     return [(mesh, seconds) for mesh, (_, seconds) in ranked]
