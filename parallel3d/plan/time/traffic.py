@@ -31,6 +31,8 @@ def shard_traffic(setting: Setting) -> ShardTraffic:
     reductions = 1 if state.reduces_once else microbatches
     sums = 1 if state.zero_stage == 3 else reductions
     small = sharding.persistence if state.zero_stage == 3 else 0
+    moves = setting.shards > 1
+    moves_experts = setting.shards > sharding.ep
     times: tuple[int, ...] = (2 * microbatches,) * setting.order.stages_per_rank
     if state.zero_stage < 3:
         times = (1,) * setting.order.stages_per_rank
@@ -42,8 +44,10 @@ def shard_traffic(setting: Setting) -> ShardTraffic:
         for often, stage_class in zip(times, classes, strict=True):
             held = layout.stages[stage_class]
             sizes = together(weights_of(layout.model, held, setting.mesh.tp, small, sharding.ep))
-            gathered += often * sizes.gathered * work.bytes_per_element
-            elements += sizes.params
+            still = 0 if moves_experts else sizes.experts  # one rank of a copy has all of them
+            if moves:
+                gathered += often * (sizes.gathered - still) * work.bytes_per_element
+                elements += sizes.params - still
             shard += (sizes.params + (sharding.ep - 1) * sizes.experts) / setting.shards
         size = work.software.reduction_bytes
         summed = sums * shard * size if state.copies > 1 else 0.0
