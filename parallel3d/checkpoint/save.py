@@ -94,7 +94,7 @@ class Saver:
         for rank in sorted({rank for place in places for rank in place.also_writes}):
             copy = mesh.copies.ranks.index(rank)
             self._files.append(_File(rank, chunk_runs.runs_to_write(engine, copy)))
-        self._buffers: list[HostCopy] = []  # of the files, in their order
+        self._buffers: list[HostCopy] = []  # one for each file, in their order
         self._running: tuple[_Save, Thread] | None = None
         self._bytes_by_rank = [
             row[0] for row in mesh.messages.gather_floats([len(own.header) + 4 * own.numel])

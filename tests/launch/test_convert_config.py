@@ -456,11 +456,11 @@ def test_unreadable_file_is_named(name, content, message, tmp_path, called):
 )
 def test_hybrid_sharding_under_its_other_names(flags, shards, rows, converted):
     model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-4 "
-    config, found = converted("train.sh", f"{model} --train-iters 9 {flags}")
+    config, by_setting = converted("train.sh", f"{model} --train-iters 9 {flags}")
     assert config["parallel3d"].get("mesh", {}).get("dp_shards") == shards
-    assert found[flags.split()[0].removeprefix("--").replace("_", "-")].verdict == rows
+    assert by_setting[flags.split()[0].removeprefix("--").replace("_", "-")].verdict == rows
     if "replicas" in flags:  # dp is not known here
-        assert found["copies of shards"].verdict == "UNKNOWN"
-        assert "parallel3d.mesh.dp_shards" in found["copies of shards"].why
+        assert by_setting["copies of shards"].verdict == "UNKNOWN"
+        assert "parallel3d.mesh.dp_shards" in by_setting["copies of shards"].why
     if "hpz" in flags:
-        assert "set parallel3d.mesh.dp_shards" in found["zero-hpz-partition-size"].why
+        assert "set parallel3d.mesh.dp_shards" in by_setting["zero-hpz-partition-size"].why

@@ -18,4 +18,6 @@ EXHIBIT = Exhibit(
 @in_place_of(case, "assemble")
 def plant(original: Any, config: Any, mesh: Any, *rest: Any, seed: Any = None, **more: Any) -> Any:
     """Add the number of the copy to the seed."""
-    return original(config, mesh, *rest, seed=(seed or 0) + mesh.copies.coord, **more)
+    if seed is not None:
+        seed += mesh.copies.coord
+    return original(config, mesh, *rest, seed=seed, **more)

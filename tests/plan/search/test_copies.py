@@ -28,11 +28,11 @@ def seconds(devices, **fixed):
     (mesh,) = candidates.meshes(asked)
     (flow, *_) = candidates.flows(asked, mesh)
     (order, *_) = candidates.orders(asked, flow)
-    found = {}
+    by_shards = {}
     for state in candidates.states(asked, mesh):
         setting = candidates.setting_of(asked, flow, order, state)
-        found[mesh.dp // state.copies] = evaluate(asked, setting).time.seconds
-    return found
+        by_shards[mesh.dp // state.copies] = evaluate(asked, setting).time.seconds
+    return by_shards
 
 
 def test_copies_win_with_several_gathers_a_step_and_many_nodes():
