@@ -21,7 +21,8 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.model.spec import CutOver, Init, ParamSpec
 from parallel3d.models.transformers.facts import Facts, Sizes, Sparse, Unsupported, answer
 from parallel3d.models.transformers.initial_values import recorded
-from parallel3d.models.transformers.regions import ROW, LayerPlan, Place
+from parallel3d.models.transformers.plans import ROW
+from parallel3d.models.transformers.regions import LayerPlan, Place
 from parallel3d.models.transformers.routed import routers_of
 from parallel3d.models.transformers.skeleton import Skeleton, named_biases
 from parallel3d.models.transformers.spec import Config
@@ -65,7 +66,8 @@ def settings_of(config: str) -> Any:
         if name in others and fields[name] is not None and hasattr(settings, name):
             raise Unsupported(f"is no field of a {kind}", name, _near(name, known))
     settings.use_cache = False
-    with suppress(TypeError, ValueError):  # in pretraining every token counts
+    # Broad: some classes check their fields in a way of their own.
+    with suppress(Exception):  # in pretraining every token counts
         settings.pad_token_id = None
     return settings
 
@@ -78,8 +80,16 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 @lru_cache(maxsize=8)
 def skeleton_from(config: str) -> Skeleton:
-    """Return the skeleton of a model from the fields of its config.json."""
-    return Skeleton(settings_of(config))
+    """Return the skeleton of a model from the fields of its config.json; raises Unsupported."""
+    settings = settings_of(config)
+    try:
+        return Skeleton(settings)
+    except Unsupported:
+        raise
+    # Broad: an architecture's own code may fail in any way, on a config that it does not expect.
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise Unsupported(f"cannot be cut into stages ({type(error).__name__}: {first})") from None
 
 
 def skeleton_of(config: Config) -> Skeleton:
@@ -116,6 +126,9 @@ def find(config: str) -> Facts:
             spec = _spec(f"layer.{name}", parameter, plan.place(name), init)
             specs.append(replace(spec, role="hidden") if _is_hidden(layer, name) else spec)
         for name, bias in named_biases(layer).items():
+            path = f"{prefix}{skeleton.list}.{number}.{name}"
+            if inits.get(path, Init()) != Init():
+                raise Unsupported(f"has the parameter {path}, which gets no gradient")
             own = f"layer.{name}"
             specs.append(ParamSpec(own, tuple(bias.shape), (), Init(), False, role="balance"))
         blocks.append(tuple(specs))
@@ -207,7 +220,7 @@ def _share_cut(specs: Iterator[ParamSpec]) -> float:
 def _sizes(skeleton: Skeleton) -> Sizes:
     settings = skeleton.settings
     calls = list(skeleton.watched.calls.values())
-    heads = getattr(settings, "num_attention_heads", None) or 1
+    heads = skeleton.heads
     hidden = settings.hidden_size
     return Sizes(
         hidden_size=hidden,

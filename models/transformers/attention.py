@@ -87,7 +87,10 @@ def _window_of(mask_function: Any) -> int | None:
     keys = torch.arange(_FAR + 8)
     widths = []
     for query in (_FAR - 1, _FAR):
-        seen = mask_function(here, here, torch.tensor(query), keys).expand(len(keys))
+        try:
+            seen = mask_function(here, here, torch.tensor(query), keys).expand(len(keys))
+        except NotImplementedError:  # a part of the mask has no values here
+            raise Unsupported("attends by a mask that depends on data, such as chunks") from None
         width = int(seen.sum())
         if not torch.equal(seen, (keys <= query) & (keys > query - width)):
             raise Unsupported("lets tokens attend to later ones, or not to their nearest ones")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from parallel3d.models.transformers import attention, experts
-from parallel3d.models.transformers.regions import (
+from parallel3d.models.transformers.plans import (
     COLUMN,
     EXPERTS,
     GATHERED,
@@ -24,10 +24,8 @@ from parallel3d.models.transformers.regions import (
     PACKED,
     ROW,
     SPLIT,
-    Heads,
-    LayerPlan,
-    Place,
 )
+from parallel3d.models.transformers.regions import Heads, LayerPlan, Place
 from parallel3d.models.transformers.skeleton import biases_of
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.collectives import (
@@ -63,7 +61,7 @@ class Copied(CutModule):
         for name, bias in biases.items():
             self.register_parameter(name, cut_parameter(tuple(bias.shape)))
             # For the engine: no bias moves, whatever the loads (engine/score_biases.py).
-            self.register_buffer("counts", torch.zeros(bias.shape, dtype=torch.int64), False)
+            self.register_buffer("counts", torch.zeros(bias.numel(), dtype=torch.int64), False)
             self.bias_rate = 0.0
         for name, value in like._parameters.items():
             self.register_parameter(name, None if value is None else parameters[name])

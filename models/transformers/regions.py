@@ -13,20 +13,21 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from parallel3d.models.transformers.facts import Unsupported
+from parallel3d.models.transformers.plans import (
+    COLUMN,
+    EXPERTS,
+    GATHERED,
+    HEADS,
+    PACKED,
+    ROW,
+    SPLIT,
+    UNCUT,
+    planned,
+)
 from parallel3d.models.transformers.skeleton import Skeleton
 
-COLUMN = "colwise"
-ROW = "rowwise"
-GATHERED = "colwise_gather_output"
-SPLIT = "rowwise_split_input"
-EXPERTS = "moe_tp_experts"
-PACKED = "packed_colwise"
-HEADS = "packed_heads"
-"""Rows of all queries, then those of all keys, then those of all values."""
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 _PACKED = (*_WEIGHTS, *(f"{name}_bias" for name in _WEIGHTS))
-# Inside a region these are not cut, so their gradients are parts.
-_UNCUT = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate", "")
 
 
 class Heads(NamedTuple):
@@ -85,6 +86,9 @@ class LayerPlan:
         self._list = skeleton.list
         path = f"{skeleton.prefix}.{skeleton.list}.{number}"
         prefix = f"{path}." if skeleton.prefix else f"{skeleton.list}.{number}."
+        path = f"{skeleton.list}.{number}."
+        gathered = skeleton.gathered
+        self._gathered = {x.removeprefix(path) for x in gathered if x.startswith(path)}
         calls = skeleton.watched.calls.items()
         self.calls = {name.removeprefix(prefix): x for name, x in calls if name.startswith(prefix)}
 
@@ -98,8 +102,9 @@ class LayerPlan:
         return style
 
     def _planned(self, name: str) -> str:
-        parts = ["*" if part.isdigit() else part for part in name.split(".")]
-        return str(self._plan.get(".".join([self._list, "*", *parts]), ""))
+        if name in self._gathered:
+            return GATHERED
+        return planned(self._plan, f"{self._list}.*.{name}")
 
     @cached_property
     def regions(self) -> frozenset[str]:
@@ -168,7 +173,7 @@ class LayerPlan:
             return Place(shape, 0, whole=whole)
         if style in (ROW, SPLIT):
             return Place(shape, 1, whole=whole) if leaf == "weight" else Place(shape, whole=whole)
-        if style not in _UNCUT:
+        if style not in UNCUT:
             raise Unsupported(f"is cut in the style {style!r} ({name}), which is not known")
         return Place(shape, partial=self._region_of(owner) is not None, whole=whole)
 
@@ -202,8 +207,9 @@ class LayerPlan:
         style = self.style(name)
         if style == PACKED and experts.is_concatenated:
             return Place((shape[0], 2, shape[1] // 2, *shape[2:]), 2, whole=whole)
-        if style in (PACKED, COLUMN):
-            return Place(shape, 1, whole=whole)
+        if style in (PACKED, COLUMN):  # gate and up in turns are cut in pairs
+            pairs = shape[1] // 2 if experts.has_gate and not experts.is_concatenated else None
+            return Place(shape, 1, pairs, whole=whole)
         if style == ROW:
             return Place(shape, 2, whole=whole)
         return Place(shape, partial=True, whole=whole)

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from parallel3d.models.transformers import attention, experts, trials
 from parallel3d.models.transformers.facts import Unsupported
-from parallel3d.models.transformers.plans import plan_of
+from parallel3d.models.transformers.plans import gathered, plan_of
 from parallel3d.models.transformers.stand_ins import (
     Nothing,
     Port,
@@ -84,18 +84,21 @@ def _on_meta(value: object) -> object:
 class Watched:
     """The findings of one forward and backward on the meta device.
 
-    - `tuples`: the layers that return tuples.
+    - `tuples`: the layers that return tuples, and how many values those have.
     - `before`, `after`: the modules of the base model that run before and after all layers, by
       name: those with weights, and norms without.
     - `calls`: the calls of attention functions, by the module that made them.
     - `without_gradient`: parameters that no gradient reached.
+    - `plain`: the modules without parts of their own that were called, with one tensor and nothing
+      else, by name. Another one's weight may be read by its parent.
     """
 
-    tuples: set[int] = field(default_factory=set)
+    tuples: dict[int, int] = field(default_factory=dict)
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     calls: dict[str, attention.Call] = field(default_factory=dict)
     without_gradient: list[str] = field(default_factory=list)
+    plain: set[str] = field(default_factory=set)
 
 
 class Skeleton:
@@ -114,8 +117,7 @@ class Skeleton:
         settings.output_router_logits = False  # no stage has the scores of all layers
         self.model = _built(settings)
         self.settings: Any = self.model.config
-        base = self.model.get_decoder()
-        self.base: nn.Module = self.model.base_model if base is self.model else base
+        self.base = self._find_base()
         self.prefix = _name_of(self.base, self.model)
         self.list = self._find_layers()
         self.layers = list(getattr(self.base, self.list))
@@ -127,6 +129,10 @@ class Skeleton:
         self.plan = plan_of(settings)
         self.watched = self._watch()
         self.token = next((n for n in self.watched.before if getattr(self.base, n) is table), "")
+        rows = table.weight.shape[0]
+        if rows != settings.vocab_size:
+            more = rows - settings.vocab_size
+            raise Unsupported(f"has a table with {more} rows more than vocab_size")
         if not self.token:
             raise Unsupported("does not look its tokens up in a table of the base model first")
         self._check_parameters()
@@ -178,6 +184,11 @@ class Skeleton:
         )
 
     @property
+    def heads(self) -> int:
+        """The attention heads, which ranks share; features, in a model without attention."""
+        return int(getattr(self.settings, "num_attention_heads", None) or self.settings.hidden_size)
+
+    @property
     def has_interface(self) -> bool:
         """True if the attention is computed by the library's function."""
         return bool(self.settings._attn_implementation == IMPLEMENTATION)
@@ -209,7 +220,7 @@ class Skeleton:
         """
         numbers = [number] if self.is_alone else range(len(self.layers))
         ports = {
-            i: Port(self.layers[i], i in self.watched.tuples, layer if i == number else None)
+            i: Port(self.layers[i], self.watched.tuples.get(i), layer if i == number else None)
             for i in numbers
         }
         base = _shallow(self.base)
@@ -229,6 +240,13 @@ class Skeleton:
         return _with_module(model, self.output, output)
 
     @cached_property
+    def gathered(self) -> frozenset[str]:
+        """The linear layers of the base model that are cut beside those of the plan, by name."""
+        prefix = f"{self.prefix}." if self.prefix else ""
+        plain = {name.removeprefix(prefix) for name in self.watched.plain}
+        return gathered(self.plan, self.layers, self.list, plain, self.heads)
+
+    @cached_property
     def rms_norms(self) -> dict[nn.Module, float]:
         """The modules that compute an RMSNorm, found by trying, with their eps.
 
@@ -236,10 +254,12 @@ class Skeleton:
         """
         known: dict[object, bool] = {}
         found = {}
-        for module in self.model.modules():
+        for path, module in self.model.named_modules():
             eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
             names = [name for name, _ in module.named_parameters()]
             if names != ["weight"] or not isinstance(eps, float) or module._buffers:
+                continue
+            if path not in self.watched.plain:
                 continue
             key = type(module), eps, tuple(module.get_parameter("weight").shape)
             if key not in known:
@@ -282,6 +302,16 @@ class Skeleton:
                 vars(own)[name] = [value[number]]
         return own
 
+    def _find_base(self) -> nn.Module:
+        """Return the part that has the table of tokens: it is named in different ways."""
+        table = self.model.get_input_embeddings()
+        parts: list[nn.Module] = [self.model.get_decoder(), self.model.base_model]
+        parts.extend(self.model.children())
+        for part in parts:
+            if part is not self.model and table in part.modules():
+                return part
+        raise Unsupported("has no part of its own for what is before the output projection")
+
     def _find_layers(self) -> str:
         count = self.settings.num_hidden_layers
         for name, module in self.base.named_children():
@@ -300,7 +330,7 @@ class Skeleton:
         def leave(number: int, _: nn.Module, output: object) -> None:
             parts = output if isinstance(output, tuple) else (output,)
             if isinstance(output, tuple):
-                found.tuples.add(number)
+                found.tuples[number] = len(output)
             shape = (*_PROBE, self.settings.hidden_size)
             if not isinstance(parts[0], Tensor) or tuple(parts[0].shape) != shape:
                 raise Unsupported("has layers that pass on more than one stream of [hidden_size]")
@@ -322,6 +352,14 @@ class Skeleton:
             if _has_parameters(child) or (changes and not isinstance(child, nn.Dropout)):
                 order.append(name)
 
+        def call(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+            (odd if kwargs or len(args) != 1 else found.plain).add(name)
+
+        odd: set[str] = set()
+        for module, name in names.items():
+            if not module._modules:
+                called = _bound(call, name)
+                hooks.append(module.register_forward_pre_hook(called, with_kwargs=True))
         kept: list[object] = []  # so that no id is given twice
         dropouts = [m for m in self.model.modules() if isinstance(m, nn.Dropout)]
         probabilities = [module.p for module in dropouts]
@@ -356,6 +394,7 @@ class Skeleton:
         last = len(order) - order[::-1].index("") if "" in order else 0
         found.before = list(dict.fromkeys(order[:first]))
         found.after = list(dict.fromkeys(order[last:]))
+        found.plain -= odd
         found.calls = {names[module]: call for module, call in calls.items()}
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None:
@@ -393,7 +432,8 @@ def biases_of(module: nn.Module) -> dict[str, Tensor]:
         if buffer is None or name in module._non_persistent_buffers_set:
             continue
         is_zero = buffer.is_meta or not buffer.any()
-        if buffer.dim() == 1 and buffer.is_floating_point() and is_zero:
+        is_vector = buffer.dim() > 0 and buffer.numel() == max(buffer.shape)
+        if is_vector and buffer.is_floating_point() and is_zero:
             found[name] = buffer
     return found
 
@@ -423,14 +463,26 @@ def _built(settings: Any) -> PreTrainedModel:
             attn_implementation=own_attention,
             experts_implementation="eager",
         )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise Unsupported(f"has the buffer {name} without values")
+    for module in model.modules():
+        _hold_frozen_as_buffers(module)
     experts.register(IMPLEMENTATION)
     for module in model.modules():  # transformers refuses names of others, but runs them
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config._experts_implementation_internal = IMPLEMENTATION
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise Unsupported(f"has the buffer {name} without values")
     return model.train()
+
+
+def _hold_frozen_as_buffers(module: nn.Module) -> None:
+    """Make buffers of a module's vectors that are declared to have no gradient (`biases_of`)."""
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None or parameter.requires_grad:
+            continue
+        if parameter.numel() == max(parameter.shape, default=0):
+            del module._parameters[name]
+            module.register_buffer(name, torch.zeros(parameter.shape, dtype=parameter.dtype))
 
 
 def _bound(function: Callable[..., None], first: object) -> Callable[..., None]:

@@ -107,18 +107,18 @@ class Port(nn.Module):
     """Stands in the place of a layer: it passes on what comes, or opens the model at this place.
 
     - `like`: the layer, whose other attributes the model may read.
-    - `returns_tuple`: what the layer returns.
+    - `values`: how many the tuple has that the layer returns; None: it returns a tensor.
     - `layer`: the module to run here; None: nothing does.
     """
 
     def __init__(
-        self, like: nn.Module, returns_tuple: bool, layer: nn.Module | None = None
+        self, like: nn.Module, values: int | None = None, layer: nn.Module | None = None
     ) -> None:
         super().__init__()
         # Not as modules, whose parameters they would count as.
         object.__setattr__(self, "like", like)
         object.__setattr__(self, "layer", layer)
-        self.returns_tuple = returns_tuple
+        self.values = values
         self.is_open = False
         self.given: Tensor | None = None
         self.heard: Tensor | None = None
@@ -134,6 +134,10 @@ class Port(nn.Module):
             y = x if self.layer is None else self.layer(x, *args, **kwargs)
             x = y[0] if isinstance(y, tuple) else y
             self.heard = x
+<<<<<<< HEAD
             if self.layer is not None:  # nothing reads on; a model may view whole sequences
                 x = hidden_states
         return (x, None, None) if self.returns_tuple else x
+=======
+        return x if self.values is None else (x, *[None] * (self.values - 1))
+>>>>>>> f7902ea5 (models/transformers: layers beside a plan are gathered, frozen biases are buffers; 99 architectures train with tp)

@@ -33,6 +33,15 @@ _OWN: dict[str, dict[str, object]] = {
     },
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    },
 }
 
 _WITHOUT_EACH_TYPE = {"bailing_hybrid", "gemma3_text", "kimi_linear", "kolibri1", "lfm3"}
