@@ -134,10 +134,6 @@ class Port(nn.Module):
             y = x if self.layer is None else self.layer(x, *args, **kwargs)
             x = y[0] if isinstance(y, tuple) else y
             self.heard = x
-<<<<<<< HEAD
             if self.layer is not None:  # nothing reads on; a model may view whole sequences
                 x = hidden_states
-        return (x, None, None) if self.returns_tuple else x
-=======
         return x if self.values is None else (x, *[None] * (self.values - 1))
->>>>>>> f7902ea5 (models/transformers: layers beside a plan are gathered, frozen biases are buffers; 99 architectures train with tp)
