@@ -15,9 +15,6 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
@@ -25,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from parallel3d.models.transformers import attention, experts, trials
 from parallel3d.models.transformers.facts import Unsupported
+from parallel3d.models.transformers.on_meta import EmptyOnMeta, MixedWithMeta
 from parallel3d.models.transformers.plans import gathered, plan_of
 from parallel3d.models.transformers.stand_ins import (
     Nothing,
@@ -38,46 +36,6 @@ IMPLEMENTATION = "parallel3d"
 _MIXERS = re.compile(r"Conv(?!1D)|Mamba|SSM|Mixer|Delta|Recurrent|LinearAttention|RWKV|LSTM")
 """In the names of classes that mix tokens without attention (GPT-2's Conv1D is linear)."""
 _PROBE = (2, 8)  # the batch and the sequence of the forward that is watched
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """`torch.empty` takes no memory inside: modules make their weights by it, buffers by values."""
-
-    def __torch_function__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> object:
-        kwargs = kwargs or {}
-        if func is torch.empty:
-            kwargs = kwargs | {"device": "meta"}
-        return func(*args, **kwargs)
-
-
-class _MixedWithMeta(TorchDispatchMode):
-    """Operators of tensors on the meta device and others give tensors on the meta device."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> object:
-        seen: list[bool] = []
-
-        def look(value: object) -> None:
-            if isinstance(value, Tensor):
-                seen.append(value.is_meta)
-
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise Unsupported(
-                f"draws random numbers ({func.__name__}), which would depend on the mesh; set its "
-                "probabilities of dropout to 0"
-            )
-        tree_map(look, (args, kwargs))
-        if any(seen) and not all(seen):
-            args, kwargs = tree_map(_on_meta, (args, kwargs))
-        return func(*args, **kwargs)
-
-
-def _on_meta(value: object) -> object:
-    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 @dataclass
@@ -375,7 +333,7 @@ class Skeleton:
         tokens = torch.zeros(_PROBE, dtype=torch.int64)
         positions = torch.arange(_PROBE[1]).expand(_PROBE)
         try:
-            mixed = _MixedWithMeta()  # type: ignore[no-untyped-call]
+            mixed = MixedWithMeta()  # type: ignore[no-untyped-call]
             with mixed, attention.recorded(IMPLEMENTATION) as calls:
                 output = self.model(input_ids=tokens, position_ids=positions, use_cache=False)
                 output.logits.float().sum().backward()
@@ -456,7 +414,7 @@ def _built(settings: Any) -> PreTrainedModel:
         raise Unsupported("has an encoder")
     chosen = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
     own_attention = attention.implementation_of(chosen, IMPLEMENTATION)
-    with init_empty_weights(include_buffers=False), no_init_weights(), _EmptyOnMeta():
+    with init_empty_weights(include_buffers=False), no_init_weights(), EmptyOnMeta():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             settings,
             dtype=torch.float32,

@@ -1,0 +1,51 @@
+"""Models without memory: where their tensors are made, and what runs on them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from parallel3d.models.transformers.facts import Unsupported
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """`torch.empty` takes no memory inside: modules make their weights by it, buffers by values."""
+
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if func is torch.empty:
+            kwargs = kwargs | {"device": "meta"}
+        return func(*args, **kwargs)
+
+
+class MixedWithMeta(TorchDispatchMode):
+    """Operators of tensors on the meta device and others give tensors on the meta device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        seen: list[bool] = []
+
+        def look(value: object) -> None:
+            if isinstance(value, Tensor):
+                seen.append(value.is_meta)
+
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Unsupported(
+                f"draws random numbers ({func.__name__}), which would depend on the mesh; set its "
+                "probabilities of dropout to 0"
+            )
+        tree_map(look, (args, kwargs))
+        if any(seen) and not all(seen):
+            args, kwargs = tree_map(_on_meta, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _on_meta(value: object) -> object:
+    return value.to("meta") if isinstance(value, Tensor) else value
