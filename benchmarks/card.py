@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from math import log
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +106,21 @@ def huggingface_lines(name: str) -> list[str]:
 def published_row(params: int, devices: int, chip: str) -> dict[str, str] | None:
     """Return a published run of a dense model of about this size on this chip, or None.
 
-    Within a tenth of its size, the one whose number of devices is nearest.
+    In 16 bits, within a tenth of its size and half to twice its devices (or else any number of
+    them), the fastest.
     """
-    rows = [row for row in csv.DictReader(PUBLISHED.open()) if row["chip"].startswith(chip)]
-    near = [row for row in rows if abs(int(row["params"]) / params - 1) < 0.1]
-    return min(near, key=lambda row: abs(log(int(row["devices"]) / devices)), default=None)
+    rows = []
+    for row in csv.DictReader(PUBLISHED.open()):
+        is_near = abs(int(row["params"]) / params - 1) < 0.1
+        if is_near and row["chip"].startswith(chip) and row["precision"] in ("bf16", "fp16"):
+            rows.append(row)
+    alike = [row for row in rows if 0.5 <= int(row["devices"]) / devices <= 2]
+    return max(alike or rows, key=teraflops, default=None)
+
+
+def teraflops(row: dict[str, str]) -> float:
+    """Return the TFLOP/s of a device, without recomputation."""
+    return float(row["model_flops"]) / float(row["seconds"]) / 1e12
 
 
 def plan_lines(name: str, params: int, active: int) -> list[str]:
@@ -138,11 +147,10 @@ def plan_lines(name: str, params: int, active: int) -> list[str]:
     elif row is None:
         lines.append("No published run of this size on this device is in the table.")
     else:
-        teraflops = float(row["model_flops"]) / float(row["seconds"]) / 1e12
         lines.append(
             f"A published run of about this size: {int(row['params']) / 1e9:.3g}B "
             f"parameters on {row['devices']} × {row['chip']} (tp {row['tp']}, pp {row['pp']}, "
-            f"{row['seq']} tokens a sample), {teraflops:.0f} TFLOP/s a device "
+            f"{row['seq']} tokens a sample), {teraflops(row):.0f} TFLOP/s a device "
             f"({row['source']}, line {row['line']} of benchmarks/published/development.csv)."
         )
     return lines
