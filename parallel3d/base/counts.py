@@ -20,6 +20,7 @@ _PATTERNS = {
 }
 _POWERS = {"k": 1, "m": 2, "g": 3, "b": 3, "t": 4, "p": 5}
 _LONGEST = 4000  # characters: Python converts no longer ones
+_MOST = 10**30  # no run counts so far, and a float still holds it
 
 
 def read_number(text: str, unit: Unit = "") -> Fraction:
@@ -49,11 +50,15 @@ def read_count(value: Any, unit: Unit = "") -> Any:
     """
     if isinstance(value, float) and value.is_integer():
         return int(Decimal(repr(value)))
+    is_too_large = False
     if isinstance(value, str):
         with suppress(ValueError):
             number = read_number(value, unit)
-            if number.denominator == 1:
+            is_too_large = abs(number) > _MOST
+            if number.denominator == 1 and not is_too_large:
                 return int(number)
+    if is_too_large:
+        raise ValueError("is too large to count with; write a number of at most 1e30")
     if isinstance(value, float | str):
         raise ValueError('must be an integer; write a whole number, such as 1000, 1e6 or "1M"')
     return value

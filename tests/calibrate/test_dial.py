@@ -124,8 +124,8 @@ def test_too_little_time_is_refused_with_remedy(place):
     ("words", "message"),
     [
         ([], "--minutes: is missing; add it, or --params 5M or --tokens 100M"),
-        (["--minutes", "no"], "--minutes = no: must be a positive number; use one such as 20"),
-        (["--minutes", "0"], "--minutes = 0: must be a positive number"),
+        (["--minutes", "no"], "--minutes = no: must be a number above 0; write one such as 20"),
+        (["--minutes", "0"], "--minutes = 0: must be a number above 0"),
         (["--params", "5M", "--config", "ds.json"], "--params: cannot be combined with --config"),
         (["--data", "stories"], "--minutes: is missing"),
         (["--data", "stories", "--config", "ds.json"], "--minutes: is missing"),

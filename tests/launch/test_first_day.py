@@ -68,7 +68,7 @@ CASES = {
         ("--config", "binary", "binary"),
         (f"{MODEL}family", "../gpt", "is not a known model family"),
         (f"{P}pipeline.schedule", "../gpipe", "is not a schedule"),
-        (f"{P}run.hardware", "../x", "is not described in configs/hardware"),
+        (f"{P}run.hardware", "../x", "is not described; use one of"),
         (f"{OPTIMIZER}device", "nvme", "requires nvme_path; add"),
         (f"{OPTIMIZER}nvme_path", "a\rb", "U+000D"),
     ],

@@ -99,7 +99,7 @@ FILES = {
     "absent": (None, "cannot read runs.csv: No such file"),
     "empty": (b"", "has no rows"),
     "header alone": (b"params,tokens,loss\n", "has no rows"),
-    "binary": (bytes(range(256)), "use a UTF-8 text file"),
+    "binary": (bytes(range(256)), "convert it to UTF-8"),
     "ragged": (b"params,tokens,loss\n1,2,3,4\n", "line 2: has more cells than the 3 of the first"),
     "cut short": (b"params,tokens,loss\n1,2\n", "line 2: loss = '' is not a finite number"),
     "twice": (b"loss,loss\n1,2\n", "runs.csv: has two columns of one name: loss, loss; rename"),

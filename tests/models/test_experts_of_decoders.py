@@ -74,6 +74,15 @@ def whole(config):
     return loss.item(), gradients
 
 
+def in_our_order(config, name, shape, gradients):
+    """A gradient of transformers' in the order of our parameter, which may be another one."""
+    numbers = torch.arange(shape.numel()).view(shape)
+    ((own, order),) = huggingface.to_huggingface(config, {name: numbers}).items()
+    gradient = torch.empty(shape.numel(), dtype=torch.float64)
+    gradient[order.flatten()] = gradients[own].flatten()
+    return gradient.view(shape)
+
+
 def worst_errors(kinds):
     """The largest relative error of loss and gradients by architecture."""
     configs = {kind: balanced(kind) for kind in kinds}
@@ -85,7 +94,7 @@ def worst_errors(kinds):
         for loss, own in ranks:
             worst = max(worst, abs(loss - expected) / expected)
             for name, cut, value in own:
-                theirs = gradients[huggingface.name_of(configs[kind], name)].view(shapes[name])
+                theirs = in_our_order(configs[kind], name, shapes[name], gradients)
                 off = (value - part(theirs, cut)).abs().max() / theirs.abs().max()
                 worst = max(worst, off.item())
         yield kind, worst
@@ -93,7 +102,7 @@ def worst_errors(kinds):
 
 def test_balance_loss_is_that_of_transformers():
     for kind, error in worst_errors(DEFAULT):
-        assert error < 1e-5, (kind, error)
+        assert error < 2e-5, (kind, error)  # each tensor's own gradient, in fp32 at std 0.2
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ def test_measured_run_is_drawn_below_its_simulation(monkeypatch, capsys, tmp_pat
     [
         (["--schedule", "gpip"], "did you mean 'gpipe'"),
         (["--microbatches", "0"], "--microbatches = 0: is too small; use 1 or more"),
-        (["--microbatches", "1e9"], "microbatches = 1e9: must be a whole number"),
+        (["--microbatches", "1e9"], "microbatches = 1e9: is too large"),
         (["--pp", "two"], "--pp = two: must be a whole number; use 1 or more"),
         (["--pp", "1000", "--microbatches", "1000"], "more than 200,000 forwards in all"),
         (

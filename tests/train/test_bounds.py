@@ -132,9 +132,9 @@ LONG = "9" * 6000
 DATA = "parallel3d.data"
 PARAM = "zero_optimization.offload_param"
 NESTED = [
-    ("parallel3d.train.batch_schedule", [[0, 8], [FAR, 16]], "number of tokens"),
-    (DATA, mixture([[0, 1], [FAR, 1]]), "number of tokens"),
-    (DATA, mixture([[0, 1], [f"{LONG} tokens", 1]]), "number of tokens"),
+    ("parallel3d.train.batch_schedule", [[0, 8], [FAR, 16]], "at most 1e30"),
+    (DATA, mixture([[0, 1], [FAR, 1]]), "at most 1e30"),
+    (DATA, mixture([[0, 1], [f"{LONG} tokens", 1]]), "must be an integer"),
     (DATA, mixture(1e308), "at most"),
     ("parallel3d.checkpoint.resume", LONG, "a step"),
     ("parallel3d.checkpoint.resume", -1, "a step"),
