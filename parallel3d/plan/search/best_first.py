@@ -157,8 +157,13 @@ class _Search:
                 if activations > self.room[0]:
                     continue
                 for groups in candidates.alternatives(self.request, node.mesh):
-                    if candidates.go_together(node, order, groups[0][0]):
-                        yield from self._untested(node, order, activations, groups)
+                    if not candidates.go_together(node, order, groups[0][0]):
+                        continue
+                    possible = []
+                    for group in groups:
+                        if candidates.go_together(node, order, group[0]):
+                            possible.append(group)
+                    yield from self._untested(node, order, activations, possible)
         elif isinstance(node, Untested):
             flow, order, activations, ((state, *others), *fallback) = node
             plain = setting_of(self.request, flow, order, PLAIN)

@@ -132,6 +132,8 @@ def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
     ):
         if copies > 1 and (stage, once) in ((0, True), (2, False)):
             continue
+        if copies > 1 and stage < 3 and "dp_shards" not in request.fixed:
+            continue  # with one gather a step, flat ZeRO moves fewer bytes
         if (
             _is_open(request, zero_stage=stage, offload_optimizer=optimizer, offload_param=param)
             and _reduces(request, stage, once)
@@ -171,8 +173,8 @@ def alternatives(
     """Return a mesh's states in groups that differ only in their offload, with fallbacks.
 
     A fallback counts only if the first state of its group does not fit. ZeRO-3 is the fallback of
-    the highest lower stage that reduces as often: if that stage fits, ZeRO-3 is not faster, as it
-    gathers at least as much.
+    the highest lower stage that reduces as often, with any copies: if that stage fits, ZeRO-3 is
+    not faster, as it gathers at least as much.
     """
     groups = defaultdict[tuple[int, bool, int], list[ZeroState]](list)
     for state in states(request, mesh):
@@ -180,9 +182,14 @@ def alternatives(
     highest = {(once, copies): zero for zero, once, copies in sorted(groups) if zero < 3}
     with_fallbacks: list[tuple[tuple[ZeroState, ...], ...]] = []
     for (zero, once, copies), group in groups.items():
-        lower = highest.get((once, copies))
-        if zero < 3 and lower == zero and (3, once, copies) in groups:
-            with_fallbacks.append((tuple(group), tuple(groups[3, once, copies])))
+        lower = highest.get((once, copies), highest.get((once, 1)))
+        if zero < 3 and lower == zero:
+            fallbacks = []
+            for (other_zero, other_once, other_copies), others in groups.items():
+                is_of_this = other_copies == copies or (once, other_copies) not in highest
+                if other_zero == 3 and other_once == once and is_of_this:
+                    fallbacks.append(tuple(others))
+            with_fallbacks.append((tuple(group), *fallbacks))
         elif zero < 3 or lower is None:
             with_fallbacks.append((tuple(group),))
     return tuple(with_fallbacks)
