@@ -57,7 +57,7 @@ def as_zip(value, protocol=2):
 
 
 @pytest.fixture
-def refuses(tmp_path, capsys):
+def assert_refused(tmp_path, capsys):
     config = write_config(tmp_path, warmup=0)
     marker = tmp_path / "ran"
 
@@ -74,7 +74,7 @@ def refuses(tmp_path, capsys):
 
 @pytest.mark.parametrize("form", ["zip", "zip of protocol 4", "legacy", "raw"])
 @pytest.mark.parametrize("name", NAMES)
-def test_hostile_file_of_deepspeed_is_refused(tmp_path, refuses, name, form):
+def test_hostile_file_of_deepspeed_is_refused(tmp_path, assert_refused, name, form):
     state = {"module": {}, "client": calls(tmp_path / "ran")[name]}
     file = io.BytesIO()
     if form == "legacy":
@@ -87,18 +87,18 @@ def test_hostile_file_of_deepspeed_is_refused(tmp_path, refuses, name, form):
     folder.mkdir(parents=True)
     (folder / "mp_rank_00_model_states.pt").write_bytes(file.getvalue())
     (tmp_path / "theirs" / "latest").write_text("global_step3")
-    refuses(tmp_path / "theirs", name, "mp_rank_00_model_states.pt")
+    assert_refused(tmp_path / "theirs", name, "mp_rank_00_model_states.pt")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hostile_index_of_torch_is_refused(tmp_path, refuses, name):
+def test_hostile_index_of_torch_is_refused(tmp_path, assert_refused, name):
     folder = tmp_path / "theirs"
     folder.mkdir()
     (folder / ".metadata").write_bytes(pickle.dumps(calls(tmp_path / "ran")[name]))
-    refuses(folder, name, ".metadata")
+    assert_refused(folder, name, ".metadata")
 
 
-def test_hostile_entry_of_torch_is_refused(tmp_path, refuses):
+def test_hostile_entry_of_torch_is_refused(tmp_path, assert_refused):
     """The file has the same length, so the index still names the entry's bytes."""
     from torch.distributed.checkpoint import save
 
@@ -108,25 +108,25 @@ def test_hostile_entry_of_torch_is_refused(tmp_path, refuses):
     entries = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
     entries["optimizer"]["param_groups"][0]["lr"] = hostile
     save(entries, checkpoint_id=folder, no_dist=True)
-    refuses(folder, "posix.system", ".distcp")
+    assert_refused(folder, "posix.system", ".distcp")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hostile_optimizer_of_the_trainer_is_refused(tmp_path, refuses, name):
+def test_hostile_optimizer_of_the_trainer_is_refused(tmp_path, assert_refused, name):
     folder = tmp_path / "theirs"
     Run().save_as_trainer(folder)
     (folder / "optimizer.pt").write_bytes(as_zip({"state": calls(tmp_path / "ran")[name]}))
-    refuses(folder, name, "optimizer.pt")
+    assert_refused(folder, name, "optimizer.pt")
 
 
-def test_file_outside_the_folder_is_refused(tmp_path, refuses):
+def test_file_outside_the_folder_is_refused(tmp_path, assert_refused):
     folder = tmp_path / "theirs"
     Run().save(folder)
     index = pickle.loads((folder / ".metadata").read_bytes())
     for info in index.storage_data.values():
         object.__setattr__(info, "relative_path", f"../{info.relative_path}")
     (folder / ".metadata").write_bytes(pickle.dumps(index))
-    refuses(folder, "outside the folder", ".metadata")
+    assert_refused(folder, "outside the folder", ".metadata")
 
 
 def test_trainers_own_arguments_are_not_read(tmp_path):
@@ -140,10 +140,10 @@ def test_trainers_own_arguments_are_not_read(tmp_path):
     assert not marker.exists()
 
 
-def test_damaged_archive_is_refused(tmp_path, refuses):
+def test_damaged_archive_is_refused(tmp_path, assert_refused):
     folder = tmp_path / "theirs"
     Run().save_as_trainer(folder)
     file = folder / "optimizer.pt"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("archive/data.pkl", json.dumps({}))
-    refuses(folder, "cannot be read", "optimizer.pt")
+    assert_refused(folder, "cannot be read", "optimizer.pt")

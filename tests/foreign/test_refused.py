@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gloo
 
 
 @pytest.fixture
-def refuses(tmp_path, capsys):
+def assert_refused(tmp_path, capsys):
     """Convert, and compare the message's words; return it."""
     config = write_config(tmp_path, warmup=0)
 
@@ -40,18 +40,18 @@ def folder(tmp_path_factory):
     return made
 
 
-def test_position_is_asked_for_by_name(refuses, folder):
-    refuses(folder, "does not say it", "--samples-seen N", options=())
+def test_position_is_asked_for_by_name(assert_refused, folder):
+    assert_refused(folder, "does not say it", "--samples-seen N", options=())
 
 
-def test_position_that_contradicts_is_refused(refuses, folder):
-    refuses(folder, "--step = 4", "says 3", options=("--step", "4", *SEEN))
+def test_position_that_contradicts_is_refused(assert_refused, folder):
+    assert_refused(folder, "--step = 4", "says 3", options=("--step", "4", *SEEN))
 
 
-def test_other_settings_are_refused_until_they_are_accepted(tmp_path, refuses, folder):
-    message = refuses(folder, options=(*SEEN, "--optimizer.params.lr", "0.01"))
+def test_other_settings_are_refused_until_they_are_accepted(tmp_path, assert_refused, folder):
+    message = assert_refused(folder, options=(*SEEN, "--optimizer.params.lr", "0.01"))
     assert "learning rate is 0.001" in message and "0.01" in message
-    message = refuses(folder, options=(*SEEN, "--optimizer.params.weight_decay", "0.1"))
+    message = assert_refused(folder, options=(*SEEN, "--optimizer.params.weight_decay", "0.1"))
     assert "weight decay 0" in message
     run = tmp_path / "runs" / "accepted"
     options = (*SEEN, "--optimizer.params.lr", "0.01", "--accept-changes")
@@ -68,107 +68,107 @@ def test_existing_run_is_not_touched(tmp_path, capsys, folder):
     assert [path.name for path in run.iterdir()] == ["metrics.jsonl"]
 
 
-def test_other_model_is_refused(refuses, folder):
+def test_other_model_is_refused(assert_refused, folder):
     bigger = ("--parallel3d.model.num_hidden_layers", "3")
-    refuses(folder, "21 parameters", "fit the 30 of the model", options=(*SEEN, *bigger))
+    assert_refused(folder, "21 parameters", "fit the 30 of the model", options=(*SEEN, *bigger))
     smaller = ("--parallel3d.model.num_hidden_layers", "1")
-    refuses(folder, "fit the 12 of the model", options=(*SEEN, *smaller))
+    assert_refused(folder, "fit the 12 of the model", options=(*SEEN, *smaller))
     wider = ("--parallel3d.model.intermediate_size", "64")
-    refuses(folder, "do not fit", options=(*SEEN, *wider))
+    assert_refused(folder, "do not fit", options=(*SEEN, *wider))
 
 
-def test_weights_alone_are_refused(tmp_path, refuses):
+def test_weights_alone_are_refused(tmp_path, assert_refused):
     Run().save(tmp_path / "weights", whole=False)
-    refuses(tmp_path / "weights", "has no moments")
+    assert_refused(tmp_path / "weights", "has no moments")
 
 
-def test_other_optimizer_is_refused(tmp_path, refuses):
+def test_other_optimizer_is_refused(tmp_path, assert_refused):
     def sgd(weights):
         return torch.optim.SGD(weights, lr=RATE, momentum=0.9)
 
     Run(make=sgd).save(tmp_path / "sgd")
-    refuses(tmp_path / "sgd", "momentum_buffer", "AdamW")
+    assert_refused(tmp_path / "sgd", "momentum_buffer", "AdamW")
 
 
-def test_radam_whose_state_is_adams_is_refused(tmp_path, refuses):
+def test_radam_whose_state_is_adams_is_refused(tmp_path, assert_refused):
     def radam(weights):
         return torch.optim.RAdam(weights, lr=RATE)
 
     Run(make=radam).save(tmp_path / "radam")
-    refuses(tmp_path / "radam", "not AdamW's")
+    assert_refused(tmp_path / "radam", "not AdamW's")
 
 
-def test_folder_of_several_steps_is_refused(tmp_path, refuses):
+def test_folder_of_several_steps_is_refused(tmp_path, assert_refused):
     for step in ("step-1", "step-3"):
         Run().save(tmp_path / "steps" / step)
-    refuses(tmp_path / "steps", "name the folder of one step")
+    assert_refused(tmp_path / "steps", "name the folder of one step")
 
 
-def test_other_optimizer_of_deepspeed_is_refused(tmp_path, refuses):
+def test_other_optimizer_of_deepspeed_is_refused(tmp_path, assert_refused):
     """LAMB's state has the keys of Adam's."""
     folder = tmp_path / "lamb"
     folder.mkdir()
     settings = {"optimizer": {"type": "Lamb", "params": {}}}
     state = {"module": {}, "global_steps": 3, "global_samples": 12, "ds_config": settings}
     torch.save(state, folder / "mp_rank_00_model_states.pt")
-    refuses(folder, "trained with Lamb", options=())
+    assert_refused(folder, "trained with Lamb", options=())
 
 
-def test_amsgrad_is_refused(tmp_path, refuses):
+def test_amsgrad_is_refused(tmp_path, assert_refused):
     def amsgrad(weights):
         return torch.optim.AdamW(weights, lr=RATE, amsgrad=True)
 
     Run(make=amsgrad).save(tmp_path / "amsgrad")
-    refuses(tmp_path / "amsgrad", "max_exp_avg_sq")
+    assert_refused(tmp_path / "amsgrad", "max_exp_avg_sq")
 
 
-def test_moments_in_bf16_are_refused(tmp_path, refuses):
+def test_moments_in_bf16_are_refused(tmp_path, assert_refused):
     run = Run()
     for state in run.optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].bfloat16()
     run.save(tmp_path / "bf16")
-    refuses(tmp_path / "bf16", "first moment", "bfloat16", "from_pretrained")
+    assert_refused(tmp_path / "bf16", "first moment", "bfloat16", "from_pretrained")
 
 
-def test_missing_file_is_named(tmp_path, refuses):
+def test_missing_file_is_named(tmp_path, assert_refused):
     Run().save(tmp_path / "lost")
     (tmp_path / "lost" / "__0_0.distcp").unlink()
-    refuses(tmp_path / "lost", "__0_0.distcp: is missing")
+    assert_refused(tmp_path / "lost", "__0_0.distcp: is missing")
 
 
-def test_truncated_file_is_named(tmp_path, refuses):
+def test_truncated_file_is_named(tmp_path, assert_refused):
     Run().save(tmp_path / "short")
     file = tmp_path / "short" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    refuses(tmp_path / "short", "__0_0.distcp", "copy it again")
+    assert_refused(tmp_path / "short", "__0_0.distcp", "copy it again")
 
 
-def test_trainer_without_its_optimizer_is_refused(tmp_path, refuses):
+def test_trainer_without_its_optimizer_is_refused(tmp_path, assert_refused):
     Run().save_as_trainer(tmp_path / "theirs")
     (tmp_path / "theirs" / "optimizer.pt").unlink()
-    refuses(tmp_path / "theirs", "optimizer.pt: is missing", "save_only_model")
+    assert_refused(tmp_path / "theirs", "optimizer.pt: is missing", "save_only_model")
 
 
-def test_tied_weights_that_differ_are_refused(tmp_path, refuses):
+def test_tied_weights_that_differ_are_refused(tmp_path, assert_refused):
     folder = tmp_path / "theirs"
     Run(tied=True).save_as_trainer(folder)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 0.25
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tied = (*SEEN, "--parallel3d.model.tie_word_embeddings", "true")
-    refuses(folder, "one tied weight", "0.25", options=tied)
+    assert_refused(folder, "one tied weight", "0.25", options=tied)
 
 
-def test_files_of_another_layout_are_refused(tmp_path, refuses):
+def test_files_of_another_layout_are_refused(tmp_path, assert_refused):
     Run().save_as_trainer(tmp_path / "theirs")
     torch.save({"states": []}, tmp_path / "theirs" / "optimizer.pt")
-    refuses(tmp_path / "theirs", "unknown layout", "param_groups")
+    assert_refused(tmp_path / "theirs", "unknown layout", "param_groups")
 
 
-def test_folder_without_a_checkpoint_is_refused(tmp_path, refuses):
+def test_folder_without_a_checkpoint_is_refused(tmp_path, assert_refused):
     (tmp_path / "empty").mkdir()
-    refuses(tmp_path / "empty", "has no checkpoint of DeepSpeed")
-    refuses(tmp_path / "nowhere", "does not exist")
+    assert_refused(tmp_path / "empty", "has no checkpoint of DeepSpeed")
+    assert_refused(tmp_path / "nowhere", "does not exist")
 
 
 def test_json_says_what_was_taken(tmp_path, capsys, folder):
