@@ -10,7 +10,8 @@ import pickle
 import pickletools
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,26 +119,36 @@ def load(path: Path) -> Any:
         with open(path, "rb") as file:
             if file.read(len(_ZIP)) != _ZIP:
                 raise CheckpointError(_why_no_zip(path))
-        stand_ins: list[Any] = [(_stand_in(name), name) for name in _STAND_INS]
-        with torch.serialization.safe_globals(stand_ins), FakeTensorMode():
-            return _with_places(torch.load(path, weights_only=True), path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing; copy the whole folder") from None
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path}: {_refusal(str(error), path.read_bytes())}") from None
-    # Broad: a damaged file makes torch raise errors of many types.
-    except (RuntimeError, OSError, EOFError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({first_line(error)}); copy it again"
-        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); copy it again") from None
+    stand_ins: list[Any] = [(_stand_in(name), name) for name in _STAND_INS]
+    with (
+        _reported(str(path), path.read_bytes),
+        torch.serialization.safe_globals(stand_ins),
+        FakeTensorMode(),
+    ):
+        return _with_places(torch.load(path, weights_only=True), path)
 
 
 def load_bytes(data: bytes, place: str) -> Any:
     """Return what `torch.save` wrote as `data`, tensors included; raises CheckpointError."""
-    try:
+    with _reported(place, lambda: data):
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+
+@contextmanager
+def _reported(place: str, read: Callable[[], bytes]) -> Iterator[None]:
+    """Raise CheckpointError for what torch's loader refuses or cannot read.
+
+    - `read`: returns the bytes that were loaded, in which a refused class is looked for.
+    """
+    try:
+        yield
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{place}: {_refusal(str(error), data)}") from None
+        raise CheckpointError(f"{place}: {_refusal(str(error), read())}") from None
+    # Broad: a damaged file makes torch raise errors of many types.
     except (RuntimeError, OSError, EOFError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{place}: cannot be read ({first_line(error)}); copy it again"
