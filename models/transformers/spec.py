@@ -80,6 +80,11 @@ class Config(ImportedSection):
         return value | {"vocab_size": fields["vocab_size"]}
 
     @property
+    def can_recompute(self) -> tuple[str, ...]:
+        """The parts of a layer that may be recomputed alone: attention is the library's own."""
+        return ("core_attn",)
+
+    @property
     def json_of_model(self) -> str:
         """The fields of the config.json with the vocabulary, as JSON."""
         return self._json_with(vocab_size(self))

@@ -13,6 +13,7 @@ from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import parametrization_of
+from parallel3d.model.recompute import SUBLAYERS
 from parallel3d.models.common import pretrained_of
 
 
@@ -63,6 +64,15 @@ def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator
             moves,
             "does not move what experts save",
             'use "none", or recomputation',
+        )
+    can_recompute = getattr(model, "can_recompute", SUBLAYERS)
+    chosen = pipeline.activation_checkpointing
+    if chosen.parts.difference(can_recompute):
+        yield Problem(
+            "parallel3d.pipeline.activation_checkpointing",
+            str(chosen),
+            f"has parts that a model of family {model.family} cannot recompute alone",
+            f'use "none", "full" or "{"+".join(can_recompute)}"',
         )
 
 

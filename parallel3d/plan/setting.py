@@ -12,7 +12,7 @@ from parallel3d.config.deepspeed import OptimizerConfig, describe_offload
 from parallel3d.config.hardware import Kernels
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.matrices import NewtonSchulz
-from parallel3d.model.recompute import NONE, Recompute
+from parallel3d.model.recompute import NONE, SUBLAYERS, Recompute
 from parallel3d.model.spec import LayerSpec, Shape, count_params
 from parallel3d.schedule.sharding import Weights
 
@@ -104,6 +104,8 @@ class Workload:
     ep_imbalance: float = 1.0
     offload_activations: bool = False
     software: Software = ENGINE
+    can_recompute: tuple[str, ...] = SUBLAYERS
+    """Parts of a layer that may be recomputed alone."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "Workload":
@@ -122,6 +124,7 @@ class Workload:
                 kernels="eager" if own.train.compile == "none" else "compiled",
                 reduction_bytes=BYTES[config.communication_data_type or "fp32"],
             ),
+            can_recompute=getattr(own.model, "can_recompute", SUBLAYERS),
         )
 
     @cached_property

@@ -12,9 +12,11 @@ from transformers.masking_utils import (
 )
 
 from parallel3d.base.section import Problems
+from parallel3d.model.recompute import SUBLAYERS
 from parallel3d.models.transformers.attention import _window_of
 from parallel3d.models.transformers.facts import Unsupported
 from parallel3d.models.transformers.spec import Config
+from parallel3d.plan.setting import Workload
 from tests.cases import Case
 from tests.models.architectures import VOCABULARY, small_config
 
@@ -100,3 +102,15 @@ def test_plan_that_cuts_little_is_for_one_tensor_parallel_rank():
     assert 0 < Case(model=model, mesh=(2, 1, 1)).config.model.share_cut < 0.5
     with pytest.raises(Problems, match="tp = 2: would cut 28% of the parameters"):
         _ = Case(model=model, mesh=(1, 1, 2)).config
+
+
+@pytest.mark.parametrize("mode", ["mlp", "layernorm", "core_attn+mlp_act"])
+def test_parts_that_nothing_recomputes_are_refused(mode):
+    with pytest.raises(Problems, match="cannot recompute alone; use"):
+        _ = Case(model=model_of("llama"), mesh=(1, 1, 1), checkpointing=mode).config
+
+
+def test_planner_searches_only_recomputation_that_is_done():
+    config = Case(model=model_of("llama"), mesh=(1, 1, 1)).config
+    assert Workload.of(config).can_recompute == ("core_attn",)
+    assert Workload.of(Case(mesh=(1, 1, 1)).config).can_recompute == SUBLAYERS

@@ -59,6 +59,8 @@ def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
         recomputes = [NONE, MLP, FULL]
     else:
         recomputes = [*MODES]
+    can_recompute = request.workload.can_recompute
+    recomputes = [mode for mode in recomputes if mode.parts.issubset(can_recompute)]
     splits = [False, True] if may_split else [False]
     micro_batches = divisors_of(request.common_batch // mesh.dp)
     allowed = []
