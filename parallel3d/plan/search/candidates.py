@@ -181,18 +181,17 @@ def alternatives(
     groups = defaultdict[tuple[int, bool, int], list[ZeroState]](list)
     for state in states(request, mesh):
         groups[state.zero_stage, state.reduces_once, state.copies].append(state)
-    highest = {(once, copies): zero for zero, once, copies in sorted(groups) if zero < 3}
+    # Stages below 3 have one number of copies: that of the request, or none (`states`).
+    highest = {once: zero for zero, once, _ in sorted(groups) if zero < 3}
     with_fallbacks: list[tuple[tuple[ZeroState, ...], ...]] = []
-    for (zero, once, copies), group in groups.items():
-        lower = highest.get((once, copies), highest.get((once, 1)))
-        if zero < 3 and lower == zero:
+    for (zero, once, _), group in groups.items():
+        if zero == highest.get(once):
             fallbacks = []
-            for (other_zero, other_once, other_copies), others in groups.items():
-                is_of_this = other_copies == copies or (once, other_copies) not in highest
-                if other_zero == 3 and other_once == once and is_of_this:
+            for (other_zero, other_once, _), others in groups.items():
+                if other_zero == 3 and other_once == once:
                     fallbacks.append(tuple(others))
             with_fallbacks.append((tuple(group), *fallbacks))
-        elif zero < 3 or lower is None:
+        elif zero < 3 or once not in highest:
             with_fallbacks.append((tuple(group),))
     return tuple(with_fallbacks)
 
