@@ -105,12 +105,7 @@ class Linear(CutModule):
             x = copy_to_group(x, self.context)
         if self.style == SPLIT:
             x = own_features(x, self.context.group)
-        bias: Tensor | None = self.bias
-        if self.rows is None:
-            y = linear(x, self.weight)
-        else:
-            y = linear_of_rows(x, self.weight, self.rows)
-            bias = None if bias is None else bias[self.rows]
+        y, bias = _product(x, self.weight, self.bias, self.rows)
         if self.style in (ROW, SPLIT):
             y = reduce_from_group(y, self.context)
         if bias is not None:
@@ -145,17 +140,22 @@ class HeadsLinear(CutModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> this rank's queries, keys and values side by side [..., out]."""
-        bias: Tensor | None = self.bias
-        if self.rows is None:
-            y = linear(x, self.weight)
-        else:
-            y = linear_of_rows(x, self.weight, self.rows)
-            bias = None if bias is None else bias[self.rows]
+        y, bias = _product(x, self.weight, self.bias, self.rows)
         if bias is not None:
             y = y.add_(bias)
         y = y.unflatten(-1, (-1, self.heads.queries + 2, self.heads.size))
         parts = (y[..., self.own, :], y[..., -2, :], y[..., -1, :])
         return torch.cat([part.flatten(x.dim() - 1) for part in parts], -1)
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return x W^T and the bias to add to it: of all rows, or of those that this rank uses."""
+    if rows is None:
+        return linear(x, weight), bias
+    own_bias = None if bias is None else bias[rows]
+    return linear_of_rows(x, weight, rows), own_bias
 
 
 def _let_own_heads(module: Any, call: attention.Call, ranks: int) -> None:

@@ -275,20 +275,29 @@ def tolerances_of(config: CompleteConfig, folder: Path, reference: Reference) ->
         return {}
     (folder / "again").mkdir(exist_ok=True)
     again = train_reference(config, folder / "again", reference.course, rows=1)
-    start, right, other = (
-        load_file(file) for file in (str(folder / FIRST), reference.weights, again.weights)
-    )
-    off = sum(float((other[name] - value).square().sum()) for name, value in right.items())
-    way = sum(float((value - start[name]).square().sum()) for name, value in right.items())
-    differences = {
-        "loss": max(relative(again.losses, reference.losses)),
-        "grad_norm": max(relative(again.grad_norms, reference.grad_norms)),
-        "weight": sqrt(off / way),
-        "evaluation": max(relative([again.evaluation], [reference.evaluation])),
-    }
+    found = differences(again, reference)
     unit = torch.finfo(HALF[config.precision]).eps
     floors = ROUTED_FLOORS if getattr(config.model, "num_experts", 1) > 1 else FLOORS
-    return {name: MARGIN * max(size, floors[name] * unit) for name, size in differences.items()}
+    return {name: MARGIN * max(size, floors[name] * unit) for name, size in found.items()}
+
+
+def differences(one: Reference, right: Reference) -> dict[str, float]:
+    """Return how far one run is from another that began with the same weights.
+
+    Raises KeyError or RuntimeError if their weights have other names or shapes.
+    """
+    folder = Path(right.weights).parent
+    start = load_file(str(folder / FIRST))
+    expected = load_file(right.weights)
+    found = load_file(one.weights)
+    off = sum(float((found[name] - value).square().sum()) for name, value in expected.items())
+    way = sum(float((value - start[name]).square().sum()) for name, value in expected.items())
+    return {
+        "loss": max(relative(one.losses, right.losses)),
+        "grad_norm": max(relative(one.grad_norms, right.grad_norms)),
+        "weight": sqrt(off / way),
+        "evaluation": max(relative([one.evaluation], [right.evaluation])),
+    }
 
 
 def relative(values: Sequence[float], expected: Sequence[float]) -> list[float]:

@@ -264,7 +264,7 @@ def _small_model(
     """
     settings = model.model_dump()
     widest = lcm(*tp_sizes)
-    heads = widest
+    heads = max(2, widest)  # the matrix of one head would be the whole one
     queries = 1
     kv_heads = model.num_key_value_heads if isinstance(model, HasKeyValueHeads) else None
     if kv_heads is not None:

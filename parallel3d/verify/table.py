@@ -1,6 +1,6 @@
 """The report of verify: run every mesh and print its differences from the reference."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -10,10 +10,11 @@ from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.reader import JsonObject
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.config.data import weight_changes
 from parallel3d.models.common import pretrained_of
 from parallel3d.verify.case import CaseTask, checked
+from parallel3d.verify.idle import idle_settings
 from parallel3d.verify.measure import (
     TOLERANCE,
     ReferenceErrors,
@@ -29,16 +30,19 @@ from parallel3d.verify.settings import (
     acts,
     listed_settings,
 )
-from parallel3d.verify.shrink import LONG, MESHES, drops_out, resuming_pair, shrink, why_not
+from parallel3d.verify.shrink import LONG, drops_out, resuming_pair, shrink, why_not
 
 STATES = (PROVED, ELSEWHERE, NOT_PROVED)
 
 
-def features(config: RunConfig) -> tuple[Feature, ...]:
-    """Return the features of a config in the order of their settings, and each changed setting."""
-    runnable = [mesh for mesh in MESHES if why_not(config, mesh) is None]
-    first = runnable[0]
-    small = shrink(config, (first,))[first]
+def features(
+    config: RunConfig, small: CompleteConfig, idle: Collection[str] = ()
+) -> tuple[Feature, ...]:
+    """Return the features of a config in the order of their settings, and each changed setting.
+
+    - `small`: the config that is trained in its place on the first mesh.
+    - `idle`: the paths of settings that change nothing there.
+    """
     pipeline = config.pipeline
     data = config.data
     model = config.model
@@ -149,14 +153,14 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
             listed.append(Feature(name, ELSEWHERE if test else PROVED, test))
     size = f"the model's own width, and samples of more than {LONG.sequence_length} tokens"
     names = {feature.name for feature in listed}
-    settings = [x for x in listed_settings(config, small) if x.name not in names]
+    settings = [x for x in listed_settings(config, small, idle) if x.name not in names]
     return *listed, Feature(size, NOT_PROVED), *settings
 
 
-def summary(config: RunConfig) -> str:
+def summary(listed: Sequence[Feature]) -> str:
     """Return the features as text: a line for those proved, for each test, and for the rest."""
     names: dict[tuple[str, str], list[str]] = {}
-    for name, state, test in features(config):
+    for name, state, test in listed:
         names.setdefault((state, test), []).append(name)
     lines = []
     for state, test in sorted(names, key=lambda key: (STATES.index(key[0]), key[1])):
@@ -249,9 +253,15 @@ def verify(
         f"{len(runnable)} meshes, a run saved on {saved} and resumed on {resumed}, and a step of "
         f"{LONG.sequence_length} tokens with ids up to {LONG.vocab_size:,}"
     )
-    console.print(summary(config))
-    listed = [feature._asdict() for feature in features(config)]
-    return {"passed": passed, "tolerance": tolerance, "cases": cases, "features": listed}
+    first = small[runnable[0]]
+    listed = features(config, first, idle_settings(config, first, reference, folder))
+    console.print(summary(listed))
+    return {
+        "passed": passed,
+        "tolerance": tolerance,
+        "cases": cases,
+        "features": [feature._asdict() for feature in listed],
+    }
 
 
 def _row(*cells: str) -> str:

@@ -1,9 +1,9 @@
 """`train` under launchers beside torchrun and deepspeed, and under half of one."""
 
 import os
+import re
 import shutil
 import subprocess
-import time
 
 import pytest
 
@@ -45,10 +45,11 @@ def test_rank_without_its_peers_ends_in_one_message(place, rank):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    start = time.monotonic()
     code, output = place.ended("--mesh.tp", 2, variables=variables)
-    assert time.monotonic() - start < 30
     assert code == 1 and output.count("have not met at 127.0.0.1") == 1, output
+    # The start of Python, which the machine's load stretches, is not part of this time.
+    waited = re.search(r"within (\d+) s", output)
+    assert waited and int(waited[1]) <= 20, output
     assert "found LOCAL_RANK=0, MASTER_ADDR=127.0.0.1, RANK=" in output
     assert not os.path.exists(place.root / "runs" / "auto")
 

@@ -17,12 +17,13 @@ from parallel3d.model.parametrization import Scales
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.random_key import RandomKey
 from parallel3d.verify.case import CaseTask, check, checked
+from parallel3d.verify.idle import idle_settings
 from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.reference import prepare, schedule_of
-from parallel3d.verify.settings import acts, changed_settings, is_proved
+from parallel3d.verify.settings import acts, changed_settings
 from parallel3d.verify.shrink import LONG, MESHES, shrink
 from parallel3d.verify.table import features
-from tests.verify.configs import MUON, config_of
+from tests.verify.configs import config_of
 
 pytestmark = pytest.mark.gloo
 
@@ -36,6 +37,10 @@ def config_with(changes, **settings):
     raw = config_of(**settings)
     raw["parallel3d"]["model"] |= changes
     return RunConfig.from_dict(raw)
+
+
+def features_of(config):
+    return features(config, shrink(config, ONE)[ONE[0]])
 
 
 @pytest.mark.slow
@@ -108,7 +113,7 @@ def test_width_over_base_width_is_kept(name, family):
 
 def test_mup_at_its_base_is_not_called_proved():
     config = config_with({"parametrization": {"type": "mup", "base_width": 512}})
-    states = {feature.name: feature.state for feature in features(config)}
+    states = {feature.name: feature.state for feature in features_of(config)}
     assert "model.parametrization" not in states
     assert states["model.parametrization.type = mup"] == "not proved"
 
@@ -139,29 +144,46 @@ def test_every_changed_setting_is_in_one_list():
     assert {"zero_optimization.overlap_comm", "train.seed", "run.name", "aio.block_size"} <= {
         *changed
     }
-    names = [feature.name for feature in features(config)]
+    names = [feature.name for feature in features_of(config)]
     for path in changed:
         assert sum(name.startswith(f"{path} = ") for name in names) == 1, path
-    states = {feature.name: feature.state for feature in features(config)}
+    states = {feature.name: feature.state for feature in features_of(config)}
     assert states["zero_optimization.overlap_comm = True"] == "not proved"
     assert states["pipeline.stages_per_rank = 2"] == "proved"
 
 
-@pytest.mark.parametrize(("meshes", "heads"), [(ONE, 1), (MESHES, 4)])
-def test_matrices_of_heads_are_proved_where_there_are_several(meshes, heads):
-    muon = MUON | {"params": MUON["params"] | {"per_head": True}}
-    config = RunConfig.from_dict(config_of(optimizer=muon))
-    small = shrink(config, meshes)[meshes[0]]
-    path = "optimizer.params.per_head"
-    assert small.model.num_attention_heads == heads
-    assert is_proved(path, path, config, small) == (heads > 1)
+@pytest.mark.parametrize("meshes", [ONE, MESHES])
+def test_small_model_has_several_heads(meshes):
+    small = shrink(RunConfig.from_dict(config_of()), meshes)[meshes[0]]
+    assert small.model.num_attention_heads >= 2
 
 
-@pytest.mark.parametrize(("precision", "state"), [("fp32", "proved"), ("bf16", "not proved")])
-def test_epsilon_is_proved_where_rounding_does_not_hide_it(precision, state):
-    config = config_with({"layer_norm_epsilon": 1e-4}, precision=precision)
-    states = {feature.name: feature.state for feature in features(config)}
-    assert states["model.layer_norm_epsilon = 0.0001"] == state
+BALANCED = {"router_aux_loss": "sequence", "router_aux_loss_coef": 0.01}
+IDLE = {
+    # Its coefficient is 0 in the small model.
+    "form of a loss": ("moe", BALANCED, {}, {"router_aux_loss"}),
+    "epsilon": ("gpt", {"layer_norm_epsilon": 1e-4}, {}, set()),
+    "epsilon that rounding hides": (
+        "gpt",
+        {"layer_norm_epsilon": 1.01e-5},
+        {"precision": "bf16"},
+        {"layer_norm_epsilon"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_setting_that_changes_nothing_is_not_called_proved(name, tmp_path):
+    family, changes, settings, idle = IDLE[name]
+    config = config_with(changes, model=family, **settings)
+    small, reference = prepare(config, ONE, tmp_path)
+    unseen = idle_settings(config, small[ONE[0]], reference, tmp_path)
+    of_model = {path for path in unseen if path.startswith("parallel3d.model.")}
+    assert of_model == {f"parallel3d.model.{setting}" for setting in idle}
+    states = {x.name: x.state for x in features(config, small[ONE[0]], unseen)}
+    for setting, value in changes.items():
+        is_proved = setting not in idle and not setting.endswith("coef")
+        assert states[f"model.{setting} = {value}"] == ("proved" if is_proved else "not proved")
 
 
 @contextmanager
