@@ -337,10 +337,11 @@ class TrainConfig(Section):
     """Seconds that a rank waits for another, after the first step, before the run fails and names
     that rank. 0 disables the timeout (useful with a debugger). Dead or stopped ranks still end the
     run."""
-    compile: Literal["none", "pointwise", "block"] = "none"
+    compile: Literal["auto", "none", "pointwise", "block"] = "auto"
     """Compile with torch.compile during the first step and the first evaluation: "pointwise" the
     norms, rotary positions, activation functions and the loss; "block" whole transformer blocks
-    (not with ZeRO-3 or schedules that split the backward, such as zero_bubble)."""
+    (not with ZeRO-3 or schedules that split the backward, such as zero_bubble). "auto" is
+    "pointwise" on CUDA devices where Triton compiles, and "none" else."""
     overlap: bool = True
     """Overlap the collectives of tensor parallelism with matrix products in the backward. Does not
     change results. With sequence_parallel, false saves the memory of one layer input and its

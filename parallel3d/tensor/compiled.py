@@ -1,25 +1,35 @@
 """Apply torch.compile to pointwise functions or to whole blocks.
 
 Shapes do not change during a run (`dynamic=False`), so nothing is compiled after the first step and
-the first evaluation.
+the first evaluation. What changes, as documents do, stays outside the graphs (`graph_break`).
 """
 
+import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property, wraps
+from shutil import which
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 Mode = Literal["none", "pointwise", "block"]
+Setting = Literal["auto", "none", "pointwise", "block"]
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 
 BACKEND: Any = "inductor"
 """The backend of torch.compile; tests have another."""
+GRAPHS = 64
+"""The most graphs of one function: norms of several widths, in training and in evaluations."""
+WITHOUT_TRITON = (
+    "compile WARNING: nothing is compiled, because Triton or a C compiler for it is missing here, "
+    "or it does not know this device; the step is 5 to 8 % slower (train.compile)"
+)
+_LIMIT = "Dynamo recompile limit"  # how torch's note on a function with more graphs begins
 _excluded: list[list[object]] = []  # functions left out of blocks, each with its reason
 
 
@@ -49,6 +59,7 @@ class Pointwise(Generic[Arguments, Returned]):
 
     @cached_property
     def _graph(self) -> Callable[Arguments, Returned]:
+        _allow_graphs()
         return torch.compile(self.function, fullgraph=True, dynamic=False, backend=BACKEND)
 
 
@@ -73,6 +84,30 @@ def graph_break(
     return decorate
 
 
+def _allow_graphs() -> None:
+    """Raise torch's limit of graphs; beyond it a pointwise function fails, and a block is slow."""
+    from torch._dynamo import config  # it takes a second
+
+    config.recompile_limit = max(config.recompile_limit, GRAPHS)
+
+
+def mode_on(device: torch.device, setting: Setting) -> Mode:
+    """Return what is compiled; "auto" is "pointwise" on CUDA devices for which Triton compiles."""
+    if setting != "auto":
+        return setting
+    return "pointwise" if device.type == "cuda" and _has_triton(device) else "none"
+
+
+def _has_triton(device: torch.device) -> bool:
+    """Return True if Triton imports, has a C compiler, and knows the device."""
+    try:
+        import triton  # noqa: F401
+    except Exception:  # a broken installation raises more than ImportError
+        return False
+    has_compiler = any(map(which, (os.environ.get("CC", "cc"), "gcc", "clang")))
+    return has_compiler and torch.cuda.get_device_capability(device) >= (7, 0)
+
+
 def compile_block(block: nn.Module) -> None:
     """Compile a block's calls; graph breaks are counted."""
     from torch._inductor import config  # it takes a second
@@ -82,14 +117,17 @@ def compile_block(block: nn.Module) -> None:
     for function in _excluded:
         function[0] = torch.compiler.disable(function[0], reason=function[1])
     _excluded.clear()
+    _allow_graphs()
     block.compile(dynamic=False, backend=BACKEND)
 
 
 class CompiledCounts(NamedTuple):
-    """The number of compiled graphs, and of graph breaks for each reason."""
+    """Graphs that were compiled, graph breaks for each reason, and limits that were reached."""
 
     graphs: int
     breaks: dict[str, int]
+    limits: int
+    """How often a function had more graphs than torch allows: it runs uncompiled since."""
 
 
 def counts() -> CompiledCounts:
@@ -97,7 +135,10 @@ def counts() -> CompiledCounts:
     from torch._dynamo.utils import counters
 
     texts = Counter(counters["graph_break"]).elements()
-    return CompiledCounts(counters["stats"]["unique_graphs"], dict(Counter(map(_reason, texts))))
+    reasons = dict(Counter(map(_reason, texts)))
+    notes = counters["unimplemented"].items()
+    limits = sum(times for text, times in notes if text.startswith(_LIMIT))
+    return CompiledCounts(counters["stats"]["unique_graphs"], reasons, limits)
 
 
 def _reason(text: str) -> str:
@@ -113,6 +154,17 @@ def describe(mode: Mode) -> str:
     """Return the log lines about compilation after the first step; "" in mode "none"."""
     if mode == "none":
         return ""
-    graphs, breaks = counts()
+    graphs, breaks, limits = counts()
     lines = [f"compile {mode}: {graphs} graphs, {sum(breaks.values())} graph breaks"]
-    return "\n".join([*lines, *(f"  {times} x {reason}" for reason, times in breaks.items())])
+    lines += [f"  {times} x {reason}" for reason, times in breaks.items()]
+    if limits:
+        lines.append(describe_limits(limits))
+    return "\n".join(lines)
+
+
+def describe_limits(limits: int) -> str:
+    """Return the warning that functions run uncompiled."""
+    return (
+        f"compile WARNING: {limits} x a function got more than {GRAPHS} graphs and runs uncompiled "
+        "from now on, slowly; TORCH_LOGS=recompiles names it and its changing input"
+    )

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.model.module_cost import BLOCK, SINK_SIZE
+from parallel3d.tensor.compiled import graph_break
 from parallel3d.tensor.dealt import attend_dealt
 from parallel3d.tensor.segments import Segments, undealt
 
@@ -51,14 +52,15 @@ def attend_documents(
         assert dropout == 0, "the masks of a shared sample would depend on how it is dealt"
         y = attend_dealt(_flat(q), _flat(k), _flat(v), dealt, scale, window, sinks, softcap)
         return y.unflatten(0, (q.shape[0], -1))
+    attend = _attend_whole if segments is None else _attend_apart
     if q.shape[-1] == v.shape[-1]:
-        return _attend_whole(q, k, v, segments, dropout, scale, window, sinks)
+        return attend(q, k, v, segments, dropout, scale, window, sinks)
     # Fused kernels take heads of one size: the smaller are filled with zeros.
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     value_size = v.shape[-1]
     size = max(q.shape[-1], value_size)
     q, k, v = (_widened(t, size) for t in (q, k, v))
-    return _attend_whole(q, k, v, segments, dropout, scale, window, sinks)[..., :value_size]
+    return attend(q, k, v, segments, dropout, scale, window, sinks)[..., :value_size]
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -102,6 +104,10 @@ def _attend_whole(
         y = attend(*one_sample)  # [1, heads, tokens, size]
         outputs.append(y.squeeze(0).transpose(0, 1))  # [tokens, heads, size]
     return torch.cat(outputs).unflatten(0, (batch, seq))
+
+
+# A graph would be compiled anew for each microbatch's lengths.
+_attend_apart = graph_break("documents, whose lengths are known at run time")(_attend_whole)
 
 
 def in_one_kernel(q: Tensor, dropout: float, sinks: bool = False) -> bool:

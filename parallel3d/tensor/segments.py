@@ -1,8 +1,9 @@
 """The bounds of documents in samples whose attention stays within a document."""
 
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch import Tensor
 from parallel3d.config.arithmetic import block_tokens
 from parallel3d.model.module_cost import BLOCK
 from parallel3d.tensor.compiled import graph_break
+
+Tensors = TypeVar("Tensors", "Dealt", "Segments")
 
 
 class Piece(NamedTuple):
@@ -25,7 +28,9 @@ class Piece(NamedTuple):
     end: int
 
 
-class Dealt(NamedTuple):
+# A compiled block guards all fields of a tuple, but only those of a dataclass that it reads.
+@dataclass(frozen=True, eq=False)
+class Dealt:
     """The tokens of a batch of samples that this rank of a context-parallel group has.
 
     - `group`: None if one rank has whole samples.
@@ -75,7 +80,8 @@ class Dealt(NamedTuple):
         return cls(group, seq, block, own, flat, flat.flatten().argsort(), first, pieces)
 
 
-class Segments(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Segments:
     """The places of documents in a batch of samples; every document ends with its sample.
 
     - `positions` [batch, seq]: restart at 0 in each document. Where samples are dealt, those of the
@@ -122,14 +128,19 @@ class Segments(NamedTuple):
     def on(self, device: torch.device) -> "Segments":
         """Return the segments with their tensors copied to a device, without waiting."""
 
-        def moved(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            pinned = value.pin_memory() if device.type == "cuda" else value
-            return pinned.to(device, non_blocking=True)
+        dealt = None if self.dealt is None else _moved(self.dealt, device)
+        return replace(_moved(self, device), dealt=dealt)
 
-        dealt = None if self.dealt is None else Dealt(*map(moved, self.dealt))
-        return Segments(moved(self.positions), moved(self.bounds), self.lengths, dealt)
+
+def _moved(value: Tensors, device: torch.device) -> Tensors:
+    """Return segments, or what is dealt of them, with their own tensors on a device."""
+    tensors: dict[str, Any] = {}
+    for field in fields(value):
+        own = getattr(value, field.name)
+        if isinstance(own, Tensor):
+            pinned = own.pin_memory() if device.type == "cuda" else own
+            tensors[field.name] = pinned.to(device, non_blocking=True)
+    return replace(value, **tensors)
 
 
 def undealt_block(seq: int) -> int:

@@ -16,6 +16,7 @@ from parallel3d.pipeline.executor import Evaluator, Executor
 from parallel3d.pipeline.stages import BuiltStages, build_stages
 from parallel3d.schedule.schedule import Schedule, add_sharding
 from parallel3d.schedule.schedules import make_evaluation, make_schedule
+from parallel3d.tensor.compiled import mode_on
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def build(
         offload_activations=own.pipeline.offload_activations == "cpu",
         sequence_parallel=sizes.sequence_parallel,
         overlap=own.train.overlap,
-        compiles=own.train.compile,
+        compiles=mode_on(mesh.device, own.train.compile),
     )
     return layers, shape, schedule, stages
 

@@ -29,17 +29,24 @@ from parallel3d.train.saving import Saving
 
 
 class FirstStep(Observer):
-    """Notes how long a launch took to its first step, and what was compiled for it."""
+    """Notes how long a launch took to its first step, and what was compiled for it.
+
+    A limit of graphs that is reached later is reported when it is.
+    """
 
     def __init__(self, config: CompleteConfig, mesh: Mesh, say: Say) -> None:
-        self._compiles = config.train.compile
+        self._compiles = compiled.mode_on(mesh.device, config.train.compile)
+        is_auto = config.train.compile == "auto"
+        self._lacks_triton = is_auto and mesh.device.type == "cuda" and self._compiles == "none"
+        self._limits = 0  # of graphs that were reported
         self._records = mesh.rank == 0
         self._say = say
         self._is_done = False
 
     def after(self, step: Step) -> None:
-        """Report after the first step."""
+        """Report after the first step, and each limit that is reached."""
         if self._is_done:
+            self._report_limits()
             return
         self._is_done = True
         if self._records:
@@ -48,6 +55,15 @@ class FirstStep(Observer):
         graphs = compiled.describe(self._compiles)
         if graphs:
             self._say(graphs)
+        if self._lacks_triton:
+            self._say(compiled.WITHOUT_TRITON)
+        if self._compiles != "none":
+            self._limits = compiled.counts().limits
+
+    def _report_limits(self) -> None:
+        if self._compiles != "none" and (limits := compiled.counts().limits) > self._limits:
+            self._limits = limits
+            self._say(compiled.describe_limits(limits))
 
 
 class Reporter(Observer):

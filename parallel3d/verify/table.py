@@ -142,7 +142,7 @@ def features(
         ),
         (bits.every or bits.recompute_every, "train.check_bits", "tests/train/test_check_bits.py"),
         (train.noise_scale_every, "train.noise_scale_every", "tests/train/test_gradient_noise.py"),
-        (train.compile != "none", f"train.compile = {train.compile}", ""),
+        (train.compile not in ("auto", "none"), f"train.compile = {train.compile}", ""),
         (True, "weights saved at the end", "tests/huggingface/test_from_ranks.py"),
         (True, "export", "tests/huggingface/test_export.py"),
         (True, "kernels of a GPU", "tests/gpu/test_numbers.py"),

@@ -1,12 +1,15 @@
 """torch.compile of what lies between products, and of blocks: the same losses, compiled once."""
 
+import sys
 from contextlib import contextmanager
+from types import ModuleType
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from parallel3d.tensor import compiled
+from parallel3d.tensor.pointwise import rms_norm
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE
 from tests.cases import Case, Trainer
@@ -107,6 +110,7 @@ def test_rows_sent_to_experts_are_not_compiled():
 MASKED = {"num_hidden_layers": 2, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
 SEED = "the seed of a dropout mask"
 ACROSS = "a collective of tensor parallelism"
+APART = "documents, whose lengths are known at run time"
 
 IN_FULL = {
     "llama": case("pointwise", zero_stage=3, mesh=(2, 1, 2), sequence_parallel=True),
@@ -164,6 +168,51 @@ def test_equal_layers_are_compiled_once():
         ((_, counted),) = check(deep, "aot_eager")
         graphs.add(counted[-1].graphs)
     assert len(graphs) == 1
+
+
+def test_documents_of_changing_lengths_are_compiled_once():
+    """Each length was guarded: after eight microbatches all blocks ran as they are, in silence."""
+    changes = {"parallel3d.train.compile": "block", "parallel3d.data.isolate_documents": True}
+    settings = {"zero_stage": 1, "batch": 24, "microbatches": 12, "changes": changes}
+    check(case("block", **settings), "aot_eager", breaks=[APART])
+
+
+def test_auto_compiles_on_devices_that_triton_knows(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setitem(sys.modules, "triton", None)  # it does not import
+    assert compiled.mode_on(device, "auto") == "none"
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    assert compiled.mode_on(device, "auto") == "pointwise"
+    assert compiled.mode_on(torch.device("cpu"), "auto") == "none"
+    assert compiled.mode_on(device, "none") == "none"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 0))
+    assert compiled.mode_on(device, "auto") == "none"
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def graphs_of_norms(rank, widths):
+    """What was compiled for norms of many widths, then for a block of even more shapes."""
+    with by("eager"):
+        for width in widths:
+            rms_norm.compiled(torch.ones(2, width), torch.ones(width), 1e-5)
+        first = compiled.counts()
+        block = Doubled()
+        compiled.compile_block(block)
+        for rows in range(compiled.GRAPHS + 2):
+            block(torch.ones(rows + 2))
+        return first, compiled.counts(), compiled.describe("block")
+
+
+def test_many_widths_of_norms_are_compiled_and_a_reached_limit_is_reported():
+    """torch's limit of eight raised FailOnRecompileLimitHit at the first evaluation after it."""
+    ((first, second, text),) = run_locally(graphs_of_norms, 1, range(8, 20), timeout=60)
+    assert first.graphs == 12 and not first.limits
+    assert second.limits and "WARNING" in text
 
 
 def break_that_comes_late(rank):

@@ -25,14 +25,15 @@ def test_segments_equal_those_of_a_slow_loop(ends):
             ordinals.append(current)
             current += end
         documents.append(ordinals)
-    positions, bounds, lengths, _ = Segments.of(torch.tensor(documents))
+    segments = Segments.of(torch.tensor(documents))
+    bounds = segments.bounds
     expected = [row.count(document) for row in documents for document in sorted({*row})]
-    assert lengths == tuple(expected)
+    assert segments.lengths == tuple(expected)
     assert bounds.dtype == torch.int32
     assert bounds.tolist() == [sum(expected[:n]) for n in range(len(expected) + 1)]
     for b, row in enumerate(documents):
         for query, document in enumerate(row):
-            assert positions[b, query] == query - row.index(document)
+            assert segments.positions[b, query] == query - row.index(document)
 
 
 def with_a_mask(q, k, v, documents):

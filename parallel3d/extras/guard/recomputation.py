@@ -31,6 +31,7 @@ from parallel3d.model import optimizers
 from parallel3d.pipeline.stages import build_layer
 from parallel3d.schedule.schedule import Op
 from parallel3d.tensor.collectives import all_reduce
+from parallel3d.tensor.compiled import mode_on
 from parallel3d.tensor.context import LayerContext, SumListener
 from parallel3d.tensor.random_key import RandomKey
 from parallel3d.tensor.segments import Segments
@@ -424,7 +425,7 @@ class Recomputation:
                 sequence_parallel=config.mesh.sequence_parallel,
                 recompute=config.pipeline.activation_checkpointing,
                 overlap=config.train.overlap,
-                pointwise=config.train.compile == "pointwise",
+                pointwise=mode_on(mesh.device, config.train.compile) == "pointwise",
                 listener=listener,
             )
             with plain_building(engine.settings.dtype, mesh.device):

@@ -242,8 +242,8 @@ def test_class_of_a_program_sets_the_rate_of_its_products() -> None:
     measured = A100.model_copy(update={"kernels": {"eager": Figure(value=0.5, source="measured")}})
     eager = work_seconds(work, "bf16", measured, curves, Software())
     assert eager.matmuls == pytest.approx(times["tuned"].matmuls / 0.5)
-    own = {name: Workload.of(compiled(name)).software.kernels for name in ("none", "block")}
-    assert own == {"none": "eager", "block": "compiled"}
+    own = {name: Workload.of(compiled(name)).software.kernels for name in ("auto", "none", "block")}
+    assert own == {"auto": "eager", "none": "eager", "block": "compiled"}
 
 
 def compiled(mode: str) -> RunConfig:
