@@ -38,7 +38,7 @@ class FirstStep(Observer):
         self._compiles = compiled.mode_on(mesh.device, config.train.compile)
         is_auto = config.train.compile == "auto"
         self._lacks_triton = is_auto and mesh.device.type == "cuda" and self._compiles == "none"
-        self._limits = 0  # of graphs that were reported
+        self._limits = 0  # reported so far
         self._records = mesh.rank == 0
         self._say = say
         self._is_done = False
