@@ -6,7 +6,7 @@ transformers folder. The same seed produces the same text on the same machine.
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
@@ -18,20 +18,32 @@ SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}  # 0 and 1.0: sample f
 def main() -> int:
     """Run the command `generate`; return 1 if the export of a checkpoint fails, 2 for bad input."""
     args = parse_args()
-    from parallel3d.huggingface.generate import generate, model_folder
+    from parallel3d.huggingface.generate import Generator, model_folder
 
     def say(text: str) -> None:
         print(text, file=sys.stderr)
 
     with model_folder(args.path, say) as folder:
-        generate(
-            folder,
-            args.prompt,
-            tokens=args.max_new_tokens,
-            seed=args.seed,
-            options=options_of(args),
+        generator = Generator(
+            folder, tokens=args.max_new_tokens, seed=args.seed, options=options_of(args)
         )
+        if args.chat:
+            generator.chat(turns_of(args.prompt))
+        else:
+            generator.complete(args.prompt)
     return DONE
+
+
+def turns_of(prompt: str | None) -> Iterator[str]:
+    """Yield the user's turns: the prompt, or else each line of standard input."""
+    if prompt is not None:
+        yield prompt
+        return
+    if sys.stdin.isatty():
+        print("one line is one turn; Ctrl-D ends the conversation", file=sys.stderr)
+    for line in sys.stdin:
+        if line.strip():
+            yield line.rstrip("\n")
 
 
 def options_of(args: argparse.Namespace) -> dict[str, object]:
@@ -69,7 +81,9 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("path", type=Path, metavar="PATH", help="a run, a checkpoint or a transformers folder")
-    add("--prompt", type=utf8, required=True, metavar="TEXT", help="the text to continue")
+    add("--prompt", type=utf8, metavar="TEXT", help="the text to continue")
+    text = "answer as the assistant: --prompt, or each line of standard input as a turn"
+    add("--chat", action="store_true", help=text)
     text = "largest number of new tokens (default: 100)"
     add("--max-new-tokens", type=whole_number(), default=100, metavar="N", help=text)
     temperature, top_k, top_p = SAMPLING.values()
@@ -81,7 +95,10 @@ def parse_args() -> argparse.Namespace:
     add("--top-p", type=number(1), default=top_p, metavar="P", help=text)
     add("--seed", type=whole_number(0), default=0, metavar="S", help="random seed (default: 0)")
     add("--greedy", action="store_true", help="always choose the likeliest token; no sampling")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.prompt is None and not args.chat:
+        parser.error("--prompt: is missing; give a text, or use --chat")
+    return args
 
 
 if __name__ == "__main__":

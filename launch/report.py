@@ -41,7 +41,7 @@ def main() -> int:
 def samples_of(run: Path, prompt: str, tokens: int) -> dict[str, str]:
     """Return the text that each checkpoint of a run generates after a prompt, oldest first."""
     from parallel3d.checkpoint.manifest import step_folders
-    from parallel3d.huggingface.generate import generate, model_folder
+    from parallel3d.huggingface.generate import Generator, model_folder
     from parallel3d.launch.generate import SAMPLING
 
     texts = {}
@@ -50,7 +50,7 @@ def samples_of(run: Path, prompt: str, tokens: int) -> dict[str, str]:
         out = io.StringIO()
         with model_folder(checkpoint, say) as folder, redirect_stdout(out):
             options = {"do_sample": True, **SAMPLING}
-            generate(folder, prompt, tokens=tokens, seed=0, options=options)
+            Generator(folder, tokens=tokens, seed=0, options=options).complete(prompt)
         texts[f"after step {step:,}"] = out.getvalue()
     return texts
 

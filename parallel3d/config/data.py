@@ -24,7 +24,7 @@ from parallel3d.base.section import (
 # Files of token ids written by other programs: Megatron-LM, datatrove, flat arrays.
 ID_SOURCES = ("megatron", "datatrove", "tokens")
 Source = Literal[
-    "python-stdlib", "text", "jsonl", "parquet", "hub", "megatron", "datatrove", "tokens"
+    "python-stdlib", "text", "jsonl", "parquet", "hub", "chat", "megatron", "datatrove", "tokens"
 ]
 # A single path may be written without a list.
 Paths = Annotated[
@@ -35,7 +35,7 @@ Paths = Annotated[
 TokenDtype = Literal["auto", "uint8", "uint16", "int16", "uint32", "int32", "int64"]
 # The sources that read each key; with any other source the key is an error.
 _READ_BY = {
-    "paths": ("text", "jsonl", "parquet", *ID_SOURCES), "documents": ("text",),
+    "paths": ("text", "jsonl", "parquet", "chat", *ID_SOURCES), "documents": ("text",),
     "text_field": ("jsonl", "parquet", "hub"), "name": ("hub",), "subset": ("hub",),
     "split": ("hub",), "token_field": ("parquet", "hub"), "label_field": ("parquet", "hub"),
     "weight_field": ("parquet", "hub"), "token_dtype": ("datatrove", "tokens"),
@@ -51,6 +51,7 @@ _REQUIRED_KEYS = {
     "text": ("paths", '"paths": ["corpus/*.txt"]'),
     "jsonl": ("paths", '"paths": ["corpus/*.jsonl"]'),
     "parquet": ("paths", '"paths": ["corpus/*.parquet"]'),
+    "chat": ("paths", '"paths": ["chats/*.jsonl"]'),
     "megatron": ("paths", '"paths": ["corpus_text_document"]'),
     "datatrove": ("paths", '"paths": ["corpus/*.ds"]'),
     "tokens": ("paths", '"paths": ["corpus/*.npy"]'),
@@ -90,8 +91,10 @@ class SourceConfig(Section):
     source: Source | Literal["mixture"] = "python-stdlib"
     """Where the text comes from. "python-stdlib": the source code of Python's standard library;
     "text", "jsonl", "parquet": the files in `paths`; "hub": the data set `name`, loaded by the
-    datasets library; "mixture": several sources. Token ids from other programs are read in place:
-    "megatron" (.bin with .idx), "datatrove" (.ds), "tokens" (.npy, llm.c's .bin, or raw arrays)."""
+    datasets library; "chat": conversations in the files of `paths` (JSON lines or Parquet), which
+    the tokenizer's chat template renders (docs/after-training.md); "mixture": several sources.
+    Token ids from other programs are read in place: "megatron" (.bin with .idx), "datatrove" (.ds),
+    "tokens" (.npy, llm.c's .bin, or raw arrays)."""
     paths: Paths = ()
     """Files and globs ("folder/**/*.txt"), as a list or a single string. A document is a line of
     "jsonl" or a row of "parquet". Files of "text" and "jsonl" may be compressed (gzip, bzip2,
@@ -258,6 +261,11 @@ def yields_token_ids(section: SourceConfig) -> bool:
     return section.source in ID_SOURCES or section.token_field is not None
 
 
+def weighs_tokens(section: SourceConfig) -> bool:
+    """Return True if a source's tokens count unequally in the loss."""
+    return section.source == "chat" or bool(_loss_columns(section))
+
+
 def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of a tokenizer that does not fit the sources' text or token ids."""
     sources = data.mixture if data.source == "mixture" else (data,)
@@ -272,6 +280,13 @@ def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
             "train",
             "cannot be trained on token ids",
             'name the tokenizer that made them, or "none" with vocab_size and end_of_text_id',
+        )
+    if data.tokenizer == "train" and any(source.source == "chat" for source in sources):
+        yield Problem(
+            "tokenizer",
+            "train",
+            "has no chat template, which conversations need",
+            "name a folder or a tokenizer of the hub that has one",
         )
     if has_none and False in kinds:
         yield Problem(
@@ -315,11 +330,12 @@ def _check_names(data: DataConfig) -> Iterator[Problem]:
 def _check_fim(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of settings that fill-in-the-middle cannot be combined with."""
     fim = data.fim is not None
-    sources = data.mixture or (data,)
-    weighs = any(map(_loss_columns, sources))
-    if fim and weighs:
+    if fim and any(map(weighs_tokens, data.mixture or (data,))):
         yield Problem(
-            "fim", "set", "cannot be combined with label_field or weight_field", "remove one"
+            "fim",
+            "set",
+            'cannot be combined with label_field, weight_field or source "chat"',
+            "remove one",
         )
     if fim and data.tokenizer == "none":
         yield Problem("tokenizer", "none", "has no tokens for fim", "name another")

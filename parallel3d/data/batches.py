@@ -100,6 +100,7 @@ class Batches:
         self._mixing = mixing_of(stream, sequence_length)
         self._sizes = [num_samples(part, sequence_length) for part in self.streams]
         self.is_packed = is_packed(stream)
+        self.by_bounds = any(part.by_bounds for part in self.streams)
         tokens = (stream.tokens for stream in self.streams)
         # All streams of a run share one cache.
         self.shards = next((t.cache for t in tokens if isinstance(t, ShardedTokens)), None)
@@ -216,6 +217,17 @@ class Batches:
             if packing:
                 places[here], pieces[here] = packing.positions(starts[here])
         return parts, places, pieces
+
+    def documents(self, first_sample: int, count: int) -> np.ndarray:
+        """Return the number of each token's document in its sample, from 0, by the bounds.
+
+        int64 [count, sequence_length]; not for packed samples, which have pieces (`places`).
+        """
+        parts, places, _ = self.places(first_sample, count)
+        documents = np.empty_like(places)
+        for part, here in each_number(parts):
+            documents[here] = self.streams[part].bounds.searchsorted(places[here], side="right")
+        return documents - documents[:, :1]
 
     def windows(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return each sample's stream, and the position of its first token there: [count].

@@ -22,11 +22,16 @@ from zipfile import BadZipFile
 import numpy as np
 
 from parallel3d.base.atomic import rename, replaced, sync
+from parallel3d.base.errors import DataError
+from parallel3d.base.journal import record
 from parallel3d.base.lock import Lock
+from parallel3d.data.sources import Progress
 
 MANIFEST = "files.json"
 DAYS_KEPT = 30
 MOST_BYTES = 2**63
+# A larger corpus is only compared in size when it is opened.
+_CHECKED_BYTES = 2 * 2**30
 
 
 def cache_root(cache: str) -> Path:
@@ -75,6 +80,38 @@ def seal(partial: Path, directory: Path) -> None:
         sync(path)
     shutil.rmtree(directory, ignore_errors=True)
     rename(partial, directory)
+
+
+@contextmanager
+def published(directory: Path, progress: Progress) -> Iterator[Path | None]:
+    """Yield a folder that becomes `directory`, or None if that is complete already.
+
+    Raises DataError if the cache cannot be written.
+    """
+
+    def report_waiting() -> None:
+        progress("waiting for another process to prepare this corpus", 0, 1)
+
+    damaged = damaged_file(directory, _CHECKED_BYTES)
+    if not damaged:
+        yield None
+        return
+    if directory.is_dir():
+        progress(f"{directory}/{damaged} is damaged; preparing it again", 0, 1)
+        record("corpus_damaged", file=f"{directory}/{damaged}")
+    try:
+        with locked(directory, report_waiting):
+            # The previous holder of the lock may have written it.
+            if not damaged_file(directory, _CHECKED_BYTES):
+                yield None
+            else:
+                with staged(directory) as folder:
+                    yield folder
+    except OSError as error:
+        raise DataError(
+            f"the cache {directory.parent} cannot be written ({error.strerror or error});"
+            " set data.cache to a writable directory with enough space"
+        ) from error
 
 
 def is_complete(directory: Path, bits: bool = False) -> bool:

@@ -38,6 +38,7 @@ from parallel3d.data.sharded import ShardCache, ShardedTokens, TokensAsRead
 PLACE = np.dtype([("file", "<i4"), ("row", "<i8")])
 HELD_OUT_COUNTS = "held_out_counts.npy"
 HELD_OUT_BYTES = "held_out_bytes.npy"
+CHAT = "chat"  # first word of `Facts.weights` for conversations
 
 
 class DocumentBounds:
@@ -72,6 +73,8 @@ class TokenStream:
     bounds: np.ndarray | DocumentBounds
     weights: TokenWeights | None = None
     """The weight of each token in the loss; None if all tokens count equally."""
+    by_bounds: bool = False
+    """True if documents are told apart by their bounds alone: an end-of-text may also be within."""
     packing: Packing | None = None
     """The documents in each sample; None if samples are consecutive windows."""
 
@@ -271,7 +274,9 @@ def streams_of(
 
     places = np.load(directory / "places.npy", mmap_mode="r", allow_pickle=False)["file"]
 
-    def spans(files: Sequence[SpanFile], starts: str, between: int, dtype: np.dtype) -> list[Spans]:
+    def spans(
+        files: Sequence[SpanFile], starts: str, between: int | None, dtype: np.dtype
+    ) -> list[Spans]:
         check_sizes(files)
         begins = np.memmap(directory / starts, dtype=np.int64, mode="r")
         parts = []
@@ -287,15 +292,18 @@ def streams_of(
             parts.append(part)
         return parts
 
+    is_chat = meta["found"].get("weights", "").startswith(CHAT)
     ids = spans(meta["files"], "starts.bin", meta["end_of_text"], dtype)
     weights: list[TokenWeights | None] = [None, None]
     if "weights" in meta:
         are_labels = meta["found"]["weights"].startswith("labels")
         kind = np.dtype(np.int64 if are_labels else np.float64)
-        # The end-of-text after each document has weight 1.
-        numbers = spans(meta["weights"], "weight_starts.bin", 1, kind)
+        # The end-of-text after each document has weight 1, except after conversations.
+        between = None if is_chat else 1
+        numbers = spans(meta["weights"], "weight_starts.bin", between, kind)
         weights = [TokenWeights(part, are_labels) for part in numbers]
-    return [TokenStream(*parts) for parts in zip(ids, own, weights, strict=True)]
+    streams = zip(ids, own, weights, strict=True)
+    return [TokenStream(*parts, by_bounds=is_chat) for parts in streams]
 
 
 def entropy(frequencies: np.ndarray) -> float:

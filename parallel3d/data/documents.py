@@ -14,7 +14,7 @@ import numpy as np
 from parallel3d.base.errors import DataError
 from parallel3d.data.cache import digest_of, load_index, save_index, state_of
 from parallel3d.data.facts import Facts, SkippedDocument
-from parallel3d.data.lines import EMPTY, UNREADABLE, Flaw, Piece
+from parallel3d.data.lines import ORDINARY, UNREADABLE, Flaw, Piece
 from parallel3d.data.rows import FileReader, new_digest, place_of
 from parallel3d.data.sources import Files, OnCount, Progress, no_progress
 
@@ -30,13 +30,13 @@ class Skips:
 
     @property
     def num_flawed(self) -> int:
-        """Number of unusable documents; empty documents do not count."""
-        return self.counts.total() - self.counts[EMPTY]
+        """Number of unusable documents; those without text and unfit conversations do not count."""
+        return self.counts.total() - sum(self.counts[reason] for reason in ORDINARY)
 
     def add(self, name: str, flaw: Flaw, dropped: int = 0) -> None:
         """Count a flaw, or the number of documents of its file that are `dropped` for it."""
         self.counts[flaw.reason] += max(flaw.num_rows, dropped)
-        if flaw.reason != EMPTY and len(self.listed) < LISTED:
+        if flaw.reason not in ORDINARY and len(self.listed) < LISTED:
             self.listed.append(
                 {
                     "file": name,

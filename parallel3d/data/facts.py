@@ -29,7 +29,8 @@ class Facts:
     num_empty_documents: int | None = None
     """Number of documents without ids, which were left out."""
     weights: str | None = None
-    """The column of the tokens' weights in the loss: "labels NAME" or "weights NAME"."""
+    """The column of the tokens' weights in the loss: "labels NAME" or "weights NAME"; for
+    conversations "chat", and a digest of the weights."""
     count: str | None = None
     """When the tokens of a stream of text are counted: `data.count`."""
     num_bytes: int | None = None

@@ -21,6 +21,12 @@ UNREADABLE = "unreadable file"
 TOO_LONG = "too long a line"
 NO_FIELD = "no such field"
 NOT_TEXT = "not a string"
+# Reasons that leave out a conversation.
+TOO_MANY_TOKENS = "longer than a sample"
+ENDS_WITH_USER = "ends with the user"
+UNTRAINED = "without tokens of the assistant"
+# These are counted, but are no faults of the data.
+ORDINARY = (EMPTY, TOO_MANY_TOKENS, ENDS_WITH_USER, UNTRAINED)
 # First bytes of a compressed file -> the name of its compression.
 _MAGIC = (
     (re.compile(rb"\x1f\x8b\x08"), "gzip"),
@@ -178,6 +184,27 @@ def compression_of(path: str) -> str | None:
     return None
 
 
+def json_object(line: bytes, place: str, example: str) -> dict[str, object]:
+    """Return the object in a line of JSON; raise Flaw if it holds none.
+
+    `example` is one, for the message.
+    """
+    remedy = f"write one object per line, such as {example}"
+    try:
+        value = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise not_utf8(error, place) from None
+    except json.JSONDecodeError as error:
+        raise Flaw("not JSON", f"{place} is not JSON: {error}; {remedy}") from None
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        raise Flaw(
+            "not readable", f"{place} cannot be read: {first_line(error)}; fix or remove the line"
+        ) from None
+    if not isinstance(value, dict):
+        raise Flaw("not JSON", f"{place} is {_json_type(value)}, not an object; {remedy}")
+    return value
+
+
 def json_text(line: bytes, place: str, field: str) -> bytes:
     """Return the text of a field in a line of JSON, as UTF-8; b"" for a blank line.
 
@@ -186,19 +213,7 @@ def json_text(line: bytes, place: str, field: str) -> bytes:
     """
     if not line.strip():
         return b""
-    example = f'write one object per line, such as {{"{field}": "..."}}'
-    try:
-        value = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise not_utf8(error, place) from None
-    except json.JSONDecodeError as error:
-        raise Flaw("not JSON", f"{place} is not JSON: {error}; {example}") from None
-    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
-        raise Flaw(
-            "not readable", f"{place} cannot be read: {first_line(error)}; fix or remove the line"
-        ) from None
-    if not isinstance(value, dict):
-        raise Flaw("not JSON", f"{place} is {_json_type(value)}, not an object; {example}")
+    value = json_object(line, place, f'{{"{field}": "..."}}')
     texts = [*_values_at(value, field)]
     if not texts:
         paths = [*_paths_of_text(value)] or value

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.base.journal import record
 from parallel3d.base.masking import mask
 from parallel3d.config.data import (
     DataConfig,
@@ -21,7 +20,8 @@ from parallel3d.config.data import (
     yields_token_ids,
 )
 from parallel3d.data import packing
-from parallel3d.data.cache import cache_root, damaged_file, digest_of, locked, staged
+from parallel3d.data.cache import cache_root, digest_of, published
+from parallel3d.data.chat import find_chat
 from parallel3d.data.corpus import Corpus, Mixture, entropy
 from parallel3d.data.corpus_folder import (
     FORMAT,
@@ -41,9 +41,6 @@ from parallel3d.data.split import num_common, split_documents
 from parallel3d.data.streams import check_room, make_manifest, open_shard_cache, open_stream
 from parallel3d.data.tokenised import Source, Tokenised, TokenRecipe, find_tokens, vocabulary_of
 from parallel3d.data.tokenizer import save_tokenizer, tokenizer_directory
-
-# A larger corpus is only compared in size when it is opened.
-_CHECKED_BYTES = 2 * 2**30
 
 
 def prepare(config: DataConfig, progress: Progress = no_progress) -> Corpus:
@@ -86,7 +83,7 @@ def pack(corpus: Corpus, config: DataConfig, progress: Progress = no_progress) -
     room = ROOM if config.fim else 0
     key = digest_of(packing.FORMAT, corpus.key, length, room)
     directory = cache_root(config.cache) / "packings" / key
-    with _published(directory, progress) as folder:
+    with published(directory, progress) as folder:
         if folder:
             progress("packing documents", 0, 1)
             packing.Packing.make(np.asarray(stream.bounds), length, room).save(folder)
@@ -147,6 +144,9 @@ class _Preparation:
     def _find(self, section: Source, progress: Progress) -> Documents | Tokenised:
         """Return the documents of a source of text or of token ids; not for mixtures."""
         config = self.config
+        if section.source == "chat":
+            assert self.tokenizer, "the config was checked"
+            return find_chat(config, section.paths, self.tokenizer, self.cache, progress)
         if yields_token_ids(section):
             vocabulary = vocabulary_of(config, self.tokenizer)
             return find_tokens(section, vocabulary, self.cache, progress)
@@ -164,7 +164,7 @@ class _Preparation:
             recipe = Recipe(source, held_out, self.tokenizer, self.config.vocab_size)
         directory = self.cache / "corpora" / recipe.key()
         unfinished = self.cache / "unfinished" / directory.name
-        with _published(directory, progress) as folder:
+        with published(directory, progress) as folder:
             if folder:
                 recipe.fill(folder, unfinished, self.config.workers, progress)
         if folder:
@@ -173,7 +173,7 @@ class _Preparation:
             with suppress(OSError):
                 unfinished.parent.rmdir()
         corpus = Corpus.open(directory)
-        if isinstance(source, Tokenised):
+        if source.skips is None:
             return corpus
         return replace(corpus, facts=source.skips.add_to(corpus.facts))
 
@@ -201,7 +201,7 @@ class _Preparation:
         for source, is_held_out, _ in texts:
             key += contents_of(source.table, is_held_out)
         directory = self.cache / "tokenizers" / digest_of(*key)
-        with _published(directory, self.progress) as folder:
+        with published(directory, self.progress) as folder:
             if folder:
                 save_tokenizer(train(texts, vocab_size, self.progress), folder)
         return directory
@@ -223,7 +223,7 @@ class _Preparation:
         changes = [[start, weights_at(self.config, start)] for start in sorted(starts - {0})]
         changing = [json.dumps(changes)] if changes else []
         directory = self.cache / "corpora" / digest_of(FORMAT, json.dumps(parts), *changing)
-        with _published(directory, self.progress) as folder:
+        with published(directory, self.progress) as folder:
             if folder:
                 frequencies = sum(
                     weight * corpus.counts() / corpus.counts().sum()
@@ -271,38 +271,6 @@ def _prefix_errors(place: str) -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
-
-
-@contextmanager
-def _published(directory: Path, progress: Progress) -> Iterator[Path | None]:
-    """Yield a folder that becomes `directory`, or None if that is complete already.
-
-    Raises DataError if the cache cannot be written.
-    """
-
-    def report_waiting() -> None:
-        progress("waiting for another process to prepare this corpus", 0, 1)
-
-    damaged = damaged_file(directory, _CHECKED_BYTES)
-    if not damaged:
-        yield None
-        return
-    if directory.is_dir():
-        progress(f"{directory}/{damaged} is damaged; preparing it again", 0, 1)
-        record("corpus_damaged", file=f"{directory}/{damaged}")
-    try:
-        with locked(directory, report_waiting):
-            # The previous holder of the lock may have written it.
-            if not damaged_file(directory, _CHECKED_BYTES):
-                yield None
-            else:
-                with staged(directory) as folder:
-                    yield folder
-    except OSError as error:
-        raise DataError(
-            f"the cache {directory.parent} cannot be written ({error.strerror or error});"
-            " set data.cache to a writable directory with enough space"
-        ) from error
 
 
 def _label(part: PartConfig) -> str:

@@ -207,8 +207,8 @@ class FileReader:
                     yield flaw
         except Flaw as flaw:
             yield flaw
-        except _failures() as error:
-            yield self._unreadable(error)
+        except failures() as error:
+            yield unreadable(self.name, error)
 
     def read(self, places: Iterable[tuple[int, int]]) -> Iterator[Piece]:
         """Yield (piece, is the last one) of the documents at `places` (row, offset), ascending.
@@ -218,8 +218,8 @@ class FileReader:
         try:
             for row, _, blocks in self._documents(places):
                 yield from self._pieces(row, blocks)
-        except _failures() as error:
-            raise self._unreadable(error) from error
+        except failures() as error:
+            raise unreadable(self.name, error) from error
 
     def place(self, row: int) -> str:
         """Return the name of a document for messages."""
@@ -285,12 +285,11 @@ class FileReader:
         slices = (data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES))
         return pieces_of(slices, place)
 
-    def _unreadable(self, error: BaseException) -> Flaw:
-        reason = (getattr(error, "strerror", None) or str(error)).strip().rstrip(".")
-        return Flaw(
-            UNREADABLE,
-            f"{self.name} cannot be read ({reason}); make it readable, or leave it out",
-        )
+
+def unreadable(name: str, error: BaseException) -> Flaw:
+    """Return the flaw of a file that cannot be opened or read."""
+    reason = (getattr(error, "strerror", None) or str(error)).strip().rstrip(".")
+    return Flaw(UNREADABLE, f"{name} cannot be read ({reason}); make it readable, or leave it out")
 
 
 def place_of(kind: str, name: str, row: int) -> str:
@@ -301,7 +300,7 @@ def place_of(kind: str, name: str, row: int) -> str:
     return f"{name}, {unit} {row}"
 
 
-def _failures() -> tuple[type[BaseException], ...]:
+def failures() -> tuple[type[BaseException], ...]:
     """Return the exception types that reading a damaged or unreadable file may raise."""
     # Importing pyarrow takes a third of a second; if it is not imported, it cannot have failed.
     arrow = sys.modules.get("pyarrow")

@@ -29,6 +29,8 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
     A sample is from the mixture part `part`, and starts at its token `start`. Of each of its
     `fragments`, which are documents or parts of them: `begins` and `ends` are true if the document
     does so within the sample, `ids` has the end-of-text, and `text` is None without a tokenizer.
+    Where tokens count unequally there are their `weights`, and `marked`, the text with those that
+    count in brackets.
     """
     parts = corpus.parts or (corpus,)
     batches = Batches(corpus.train, sequence_length, seed)
@@ -49,21 +51,38 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
             begin, end = stream.bounds[number : number + 2].tolist()
             ids = np.asarray(stream.tokens[start:stop]).tolist()
             plain = ids[:-1] if stop == end else ids
-            fragments.append(
-                {
-                    "document": parts[part].name(number),
-                    "num_tokens": stop - start,
-                    "begins": start == begin,
-                    "ends": stop == end,
-                    "text": str(tokenizer.decode(plain)) if tokenizer else None,
-                    "ids": ids,
-                }
-            )
+            fragment = {
+                "document": parts[part].name(number),
+                "num_tokens": stop - start,
+                "begins": start == begin,
+                "ends": stop == end,
+                "text": str(tokenizer.decode(plain)) if tokenizer else None,
+                "ids": ids,
+            }
+            if stream.weights is not None:
+                weights = stream.weights[start:stop]
+                fragment["weights"] = weights.tolist()
+                fragment["marked"] = _marked(plain, weights, tokenizer)
+            fragments.append(fragment)
         label = corpus.labels[part] if corpus.labels else ""
         rows.append(
             {"index": index, "part": label, "start": int(places[0]), "fragments": fragments}
         )
     return rows
+
+
+def _marked(ids: list[int], weights: np.ndarray, tokenizer: Any) -> str:
+    """Return the text of the ids, with the runs whose weights are above 0 in brackets."""
+    counts = weights[: len(ids)] > 0
+    cuts = np.flatnonzero(np.diff(counts)) + 1
+    runs = []
+    for own in np.split(np.arange(len(ids)), cuts):
+        text = " ".join(str(ids[place]) for place in own)
+        if tokenizer:
+            text = str(tokenizer.decode([ids[place] for place in own]))
+        is_trained = len(own) and counts[own[0]]
+        runs.append(f"⟦{text}⟧" if is_trained else text)
+    return "".join(runs)
 
 
 def document_statistics(corpus: Corpus) -> dict[str, Any]:
@@ -103,9 +122,15 @@ def show_samples(corpus: Corpus, shown: list[dict[str, Any]], out: "Console") ->
         for part in sample["fragments"]:
             how = "" if part["begins"] else " (continued)"
             out.print(Text(f"┌ {part['document']}{how}: {part['num_tokens']:,} tokens", "cyan"))
-            text = " ".join(map(str, part["ids"])) if part["text"] is None else part["text"]
+            text = part.get("marked", part["text"])
+            if text is None:
+                text = " ".join(map(str, part["ids"]))
             out.print(Padding(Text(_printable(text)), (0, 0, 0, 2)))
-            out.print(Text("└ end of text" if part["ends"] else "… continues", "cyan"))
+            end = "… continues"
+            if part["ends"]:
+                is_trained = "weights" in part and part["weights"][-1] > 0
+                end = "└ ⟦end of text⟧" if is_trained else "└ end of text"
+            out.print(Text(end, "cyan"))
     out.print()
     out.print(Rule(style="dim"))
     statistics = document_statistics(corpus)

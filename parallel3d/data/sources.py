@@ -40,7 +40,7 @@ def no_progress(phase: str, done: int, total: int) -> None:
 MAX_LINE_BYTES = 64 * 10**6  # longest line of JSON
 NOT_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 KINDS = {"file": "whole", "line": "line", "blank_line": "blank_line"}
-SUFFIX = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet"}
+SUFFIX = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet", "chat": "jsonl"}
 # Written by Dataset.save_to_disk and DatasetDict.save_to_disk; load_dataset cannot read them.
 SAVED = ("state.json", "dataset_dict.json")
 

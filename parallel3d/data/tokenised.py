@@ -12,7 +12,7 @@ depends on the files.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import ceil
@@ -24,7 +24,7 @@ from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig
 from parallel3d.data.cache import digest_of, load_index, save_index, state_of
 from parallel3d.data.corpus_folder import FORMAT, contents_of, write_facts
-from parallel3d.data.documents import ENTRY
+from parallel3d.data.documents import ENTRY, Skips
 from parallel3d.data.facts import Facts
 from parallel3d.data.ids import arrow, flat_arrays, megatron
 from parallel3d.data.ids.id_file import INTEGERS, TokenFile
@@ -66,6 +66,8 @@ class Tokenised:
     """For each file, the weights of its ids in the loss; empty if all ids count equally."""
     weight_starts: np.ndarray | None = None
     """int64 [n]: each document's first weight in its file of weights."""
+    skips: Skips | None = None
+    """The conversations that were left out."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -164,10 +166,30 @@ def find_tokens(
     Every file is checked once; the result is cached in `cache`/indexes until the file changes.
     """
     files = _files(section, vocabulary)
-    total = ceil(sum(file.num_tokens for file in files) / MEGA)
     field = section.label_field or section.weight_field
     are_labels = section.label_field is not None
     weights = tuple(beside_ids(file, field, are_labels) for file in files) if field else ()
+
+    def check_file(file: TokenFile, on_ids: OnIds) -> Checked:
+        return _check_cached(file, section, vocabulary, cache / "indexes", on_ids)
+
+    tokens = index_files(files, weights, vocabulary, check_file, progress)
+    facts = replace(tokens.facts, check_ids=section.check_ids)
+    if field:
+        kind = "labels" if are_labels else "weights"
+        facts = replace(facts, weights=f"{kind} {field}")
+    return replace(tokens, facts=facts)
+
+
+def index_files(
+    files: Sequence[TokenFile],
+    weights: Sequence[TokenFile],
+    vocabulary: Vocabulary,
+    check_file: Callable[[TokenFile, OnIds], Checked],
+    progress: Progress,
+) -> Tokenised:
+    """Return the documents of files that `check_file` checks, one after another."""
+    total = ceil(sum(file.num_tokens for file in files) / MEGA)
     tables = []
     weight_starts = []
     done = 0
@@ -179,7 +201,7 @@ def find_tokens(
         def on_ids(count: int, before: int = done, most: int = file.num_tokens) -> None:
             progress("checking ids (M)", ceil((before + min(count, most)) / MEGA), total)
 
-        checked = _check_cached(file, section, vocabulary, cache / "indexes", on_ids)
+        checked = check_file(file, on_ids)
         on_ids(file.num_tokens)
         done += file.num_tokens
         table = np.zeros(len(checked.rows), dtype=ENTRY)
@@ -198,19 +220,13 @@ def find_tokens(
         num_empty += int(checked.num_empty)
         if not len(table):
             raise DataError(f"{file.name}: all documents are empty; leave it out of the source")
-    facts = Facts(
-        check_ids=section.check_ids, num_checked_ids=num_checked, num_empty_documents=num_empty
-    )
-    if field:
-        kind = "labels" if are_labels else "weights"
-        facts = replace(facts, weights=f"{kind} {field}")
     return Tokenised(
         files=tuple(files),
         table=np.concatenate(tables),
         counts=counts,
         vocabulary=vocabulary,
-        facts=facts,
-        weights=weights,
+        facts=Facts(num_checked_ids=num_checked, num_empty_documents=num_empty),
+        weights=tuple(weights),
         weight_starts=np.concatenate(weight_starts) if weights else None,
     )
 

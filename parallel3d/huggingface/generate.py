@@ -1,7 +1,7 @@
 """Generate text from a trained model with the decoding of transformers."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,16 +48,97 @@ def model_folder(path: Path, say: Say) -> Iterator[Path]:
         yield folder
 
 
-def generate(
-    folder: Path, prompt: str, *, tokens: int, seed: int, options: Mapping[str, Any]
-) -> None:
-    """Print a prompt and up to `tokens` generated tokens, streaming them as they are decoded.
+class Generator:
+    """A model and its tokenizer, which continue texts.
 
-    - `options`: arguments of transformers' `generate`. An empty prompt starts a document.
+    - `tokens`: the most that are generated for a prompt.
+    - `options`: arguments of transformers' `generate`.
 
-    Raises ConfigError if the folder has no tokenizer or the prompt is too long.
+    Raises ConfigError if the folder has no model, or no tokenizer.
     """
-    from transformers import AutoTokenizer, TextStreamer
+
+    def __init__(self, folder: Path, *, tokens: int, seed: int, options: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._tokens = tokens
+        self._options = options
+        self._tokenizer, model = _load(folder)
+        device = None
+        if torch.accelerator.is_available():
+            device = torch.accelerator.current_accelerator()
+        self._model = model.to(device or "cpu").eval()
+        torch.manual_seed(seed)
+
+    def complete(self, prompt: str) -> None:
+        """Print a prompt and its continuation, streaming the tokens as they are decoded.
+
+        An empty prompt starts a document. Raises ConfigError if the prompt is too long.
+        """
+        ids = self._tokenizer(prompt, add_special_tokens=False).input_ids
+        if not ids:
+            if self._model.config.bos_token_id is None:
+                raise ConfigError(
+                    "--prompt: is empty, but the model has no bos_token_id to start with; give a"
+                    " text"
+                )
+            ids = [self._model.config.bos_token_id]
+        self._continue(ids)
+
+    def chat(self, turns: Iterable[str]) -> None:
+        """Answer the turns of a user, one after another, as the chat template has them.
+
+        Raises ConfigError if there is no template, or if the conversation is too long.
+        """
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"--chat: the tokenizer of {self._folder} has no chat template; train on"
+                ' conversations (data.source "chat"), or leave it out'
+            )
+        messages: list[dict[str, str]] = []
+        ends = self._ends_of_turns()
+        for turn in turns:
+            messages.append({"role": "user", "content": turn})
+            ids = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+            answer = self._continue(ids, eos_token_id=ends, skip_prompt=True)
+            text = self._tokenizer.decode(answer, skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": text})
+
+    def _ends_of_turns(self) -> list[int]:
+        """Return the ids that end an answer: the end of text, and what the template writes."""
+        known = "x"
+        example = [{"role": "user", "content": known}, {"role": "assistant", "content": known}]
+        text = self._tokenizer.apply_chat_template(example, tokenize=False)
+        after = str(text).rpartition(known)[2]
+        ends = {self._tokenizer.eos_token_id}
+        ends.update(self._tokenizer(after, add_special_tokens=False).input_ids[:1])
+        return sorted(ends)
+
+    def _continue(self, ids: list[int], *, skip_prompt: bool = False, **options: Any) -> list[int]:
+        """Print what follows `ids`, and return it."""
+        from transformers import TextStreamer
+
+        limit = getattr(self._model.config, "max_position_embeddings", None)
+        limit = limit or len(ids) + self._tokens
+        if len(ids) >= limit:
+            raise ConfigError(
+                f"--prompt: has {len(ids)} tokens, but the model's context is {limit}; shorten it"
+            )
+        inputs = torch.tensor([ids], device=self._model.device)
+        output = self._model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=min(self._tokens, limit - len(ids)),
+            streamer=TextStreamer(self._tokenizer, skip_prompt, skip_special_tokens=True),
+            **{**self._options, **options},
+        )
+        continued: list[int] = output[0, len(ids) :].tolist()
+        return continued
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    """Return the tokenizer and the model of a folder; raise ConfigError if it has not both."""
+    from transformers import AutoTokenizer
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -71,29 +152,7 @@ def generate(
     wrong = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
     if wrong:
         raise ConfigError(f"{folder}: the weights do not match config.json: {wrong[0]}")
-    ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    if not ids:
-        if model.config.bos_token_id is None:
-            raise ConfigError(
-                "--prompt: is empty, but the model has no bos_token_id to start with; give a text"
-            )
-        ids = [model.config.bos_token_id]
-    limit = getattr(model.config, "max_position_embeddings", None) or len(ids) + tokens
-    if len(ids) >= limit:
-        raise ConfigError(
-            f"--prompt: has {len(ids)} tokens, but the model's context is {limit}; shorten it"
-        )
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    model = model.to(device or "cpu").eval()
-    torch.manual_seed(seed)
-    inputs = torch.tensor([ids], device=model.device)
-    model.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=min(tokens, limit - len(ids)),
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-        **options,
-    )
+    return tokenizer, model
 
 
 def _is_model(folder: Path) -> bool:

@@ -147,6 +147,8 @@ class Feed:
         places: np.ndarray | None = None
         if self._isolates and batches.is_packed:
             documents = read(batches.places)[2]
+        elif self._isolates and batches.by_bounds:
+            documents = np.concatenate([batches.documents(*run) for run in runs])
         elif self._isolates:
             documents = documents_of(tokens, self._end_of_text)
         cp = self._context

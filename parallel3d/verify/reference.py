@@ -21,7 +21,7 @@ from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import CompleteConfig, RunConfig
-from parallel3d.config.data import weight_changes
+from parallel3d.config.data import weighs_tokens, weight_changes
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.model import optimizers
 from parallel3d.model.config import ModelConfig
@@ -102,7 +102,7 @@ def text_of(
         tokens[generator.random(len(tokens)) < ends] = end
         weights = generator.random(len(tokens), dtype=np.float32)
         weights[generator.random(len(tokens)) < 0.4] = 0
-        streams.append((tokens, weights if part.label_field or part.weight_field else None))
+        streams.append((tokens, weights if weighs_tokens(part) else None))
     for sample in range(LOUD_STEP * size, (LOUD_STEP + 1) * size):
         number, start = definitions.start_of(streams, shares, length, config.train.seed, sample)
         streams[number][0][start : start + length] = end // 2

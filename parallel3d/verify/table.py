@@ -11,7 +11,7 @@ from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.reader import JsonObject
 from parallel3d.config import CompleteConfig, RunConfig
-from parallel3d.config.data import weight_changes
+from parallel3d.config.data import weighs_tokens, weight_changes
 from parallel3d.models.common import pretrained_of
 from parallel3d.verify.case import CaseTask, checked
 from parallel3d.verify.idle import idle_settings
@@ -51,7 +51,7 @@ def features(
     bits = config.train.check_bits
     parts = data.mixture if data.source == "mixture" else (data,)
     changes = any(len(weight_changes(part)) > 1 for part in parts)
-    weighs = any(part.label_field or part.weight_field for part in parts)
+    weighs = any(map(weighs_tokens, parts))
     devices = (zero.offload_optimizer.device, zero.offload_param.device)
     balancing = ("router_aux_loss_coef", "router_z_loss_coef", "score_bias_rate")
     skips = train.on_nonfinite != "stop" or train.on_spike != "ignore"

@@ -1,12 +1,14 @@
 """launch/generate.py: the text of a run, of its checkpoint and of a folder of transformers."""
 
+import io
 import shutil
 import sys
+from contextlib import redirect_stdout
 from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from launch import convert, generate, report
 from tests.huggingface.checkpoints import checkpoint_of, small, tokenizer_in
@@ -102,3 +104,40 @@ def test_report_has_the_text_of_each_checkpoint(place, command):
     texts = report.samples_of(place / "run", PROMPT, 4)
     _, printed, _ = command(place / "run", "--prompt", PROMPT, "--max-new-tokens", 4, "--seed", 0)
     assert texts == {"after step 10": printed} and printed.startswith(PROMPT)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_chat_answers_each_turn_after_those_before(place, command, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    shutil.copytree(place / "out", folder)
+    code, _, err = command(folder, "--chat", "--prompt", "hello")
+    assert code == BAD_INPUT and "has no chat template" in err
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    end = tokenizer.eos_token
+    prompt = ""
+    expected = []
+    for turn in ("hello", "and?"):
+        prompt += f"user: {turn}{end}assistant: "
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        with redirect_stdout(io.StringIO()) as out:
+            ended = model.generate(ids, max_new_tokens=3, do_sample=False, streamer=streamer)
+        expected.append(out.getvalue())
+        answer = tokenizer.decode(ended[0, ids.shape[1] :], skip_special_tokens=True)
+        prompt += f"{answer}{end}"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nand?\n"))
+    words = ("--chat", "--greedy", "--max-new-tokens", 3)
+    code, printed, _ = command(folder, *words)
+    assert code == DONE and printed == "".join(expected)
+    code, printed, _ = command(folder, *words, "--prompt", "hello")
+    assert code == DONE and printed == expected[0]
+    code, _, err = command(folder)
+    assert code == BAD_INPUT and "--prompt" in err

@@ -73,6 +73,7 @@ class Spans(IdArray):
 
     - `places`, `starts` [documents]: document i begins at id `starts[i]` of file `places[i]`
     - `bounds` [documents + 1]: document i is `bounds[i]` .. `bounds[i + 1]` - 1 of this array
+    - `end_of_text`: what follows each document; None if the files have it, after each
 
     Files are read instead of memory-mapped, so that one that shrinks or cannot be read raises
     DataError; with a map it would kill the process.
@@ -85,7 +86,7 @@ class Spans(IdArray):
         places: np.ndarray,
         starts: np.ndarray,
         bounds: np.ndarray,
-        end_of_text: int,
+        end_of_text: int | None,
         dtype: np.dtype,
     ) -> None:
         self.dtype = np.dtype(dtype)
@@ -116,7 +117,8 @@ class Spans(IdArray):
         return np.frombuffer(data, dtype)
 
     def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
-        ids = np.full(sum(last - first for first, last in windows), self._end_of_text, self.dtype)
+        size = sum(last - first for first, last in windows)
+        ids = np.full(size, self._end_of_text or 0, self.dtype)
         at = 0
         for first, last in windows:
             for number, start, begin, count in self._pieces(first, last):
@@ -131,7 +133,8 @@ class Spans(IdArray):
         end = int(np.searchsorted(self._bounds, base + last, side="left"))
         bounds = self._bounds[document : end + 1] - base
         begins = np.maximum(bounds[:-1], first)
-        counts = np.minimum(bounds[1:] - 1, last) - begins
+        ends = bounds[1:] if self._end_of_text is None else bounds[1:] - 1
+        counts = np.minimum(ends, last) - begins
         starts = self._starts[document:end] + begins - bounds[:-1]
         columns = self._places[document:end], starts, begins - first, np.maximum(counts, 0)
         return zip(*(values.tolist() for values in columns), strict=True)
