@@ -224,10 +224,11 @@ class Batches:
         int64 [count, sequence_length]; not for packed samples, which have pieces (`places`).
         """
         parts, places, _ = self.places(first_sample, count)
-        documents = np.empty_like(places)
+        documents = np.empty(places.shape, dtype=np.int64)
         for part, here in each_number(parts):
             documents[here] = self.streams[part].bounds.searchsorted(places[here], side="right")
-        return documents - documents[:, :1]
+        documents -= documents[:, :1].copy()
+        return documents
 
     def windows(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return each sample's stream, and the position of its first token there: [count].
