@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import Layers
-from parallel3d.engine.quirks import core, reducing
+from parallel3d.engine.quirks import core, reducing, scattering
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.cut import HeldParameter
 
@@ -71,6 +71,12 @@ class Reduction:
             )
         elif settings.reduces_once:
             reducing.reduce_in_gradients_type(engine.optimizer)
+        # gloo's reduce-scatter is an all-reduce that copies a part.
+        is_user_set = not settings.zero.use_multi_rank_bucket_allreduce
+        self._scattered_in: torch.dtype | None = None
+        if settings.zero.stage in (1, 2) and mesh.backend != "gloo" and not is_user_set:
+            self._scattered_in = settings.reduction_dtype
+            scattering.scatter_even_buckets(engine.optimizer)
         if mesh.copies.size > 1 and not settings.shards_parameters:
             reducing.average_over_copies(engine.optimizer, mesh.copies)
         if settings.runs_without_hooks:
@@ -131,13 +137,22 @@ class Reduction:
         """Reduce these gradients; `later`: pass them to DeepSpeed once their averages are there."""
         self._finish_average()
         self.sum_partial(held)
-        reduce = partial(reducing.reduce_now, self._deepspeed, [h.parameter for h in held])
+        reduce = partial(self._reduce_by_zero, [h.parameter for h in held])
         if later:
             self._averages.append(reduce)
         else:
             reduce()
         for h in held:
             self._waiting.pop(id(h.parameter), None)
+
+    def _reduce_by_zero(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let DeepSpeed reduce complete gradients, which a reduce-scatter may have averaged."""
+        averages: AbstractContextManager[None] = nullcontext()
+        if self._scattered_in is not None:
+            optimizer = self._deepspeed.optimizer
+            averages = scattering.averaged(optimizer, parameters, self._scattered_in)
+        with averages:
+            reducing.reduce_now(self._deepspeed, parameters)
 
     def _finish_average(self) -> None:
         """Finish the averages that a backward has started, and pass them to DeepSpeed."""

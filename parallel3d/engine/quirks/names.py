@@ -12,6 +12,7 @@ TRIED = ("0.19.5", "0.19.6", "0.19.7", "0.19.8")
 FIRST_VERSION = {
     # ZeRO-1 and 2: DeepSpeedZeroOptimizer
     "_add_full_reduction_to_compact_grad_partition": "0.19.8",
+    "_add_to_grad_partition_buffer": "0.19.8",
     "_get_compact_grad_partition_slice": "0.19.8",
     "_gradient_reduction_buffer_dtype": "0.19.8",
     "_link_all_hp_params": "0.19.5",

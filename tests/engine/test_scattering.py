@@ -1,0 +1,94 @@
+"""ZeRO-1 and 2 reduce-scatter complete gradients, but over gloo, whose own is an all-reduce.
+
+tests/strict trains every schedule and stage with it, under NCCL's rules.
+"""
+
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import pytest
+
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.traffic import Traffic
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.measure import TOLERANCE
+from tests.cases import Case, Trainer, compare_on_rank
+from tests.verify.measuring import errors_of
+
+pytestmark = pytest.mark.gloo
+
+SIZES = {"tied": False, "microbatches": 2, "batch": 8, "steps": 2, "mesh": (1, 2, 1)}
+SMALL_BUCKET = {"zero_optimization.reduce_bucket_size": 10_000}  # of 40,000 parameters
+BF16_SUMS = {"communication_data_type": "bf16"}
+MOE = {"family": "moe", "num_experts": 4, "num_hidden_layers": 2}
+# Each way in which complete gradients come to DeepSpeed.
+CASES = {
+    "zero1": Case(zero_stage=1, changes=SMALL_BUCKET, **SIZES),
+    "zero1 bf16": Case(zero_stage=1, precision="bf16", changes=SMALL_BUCKET, **SIZES),
+    "zero2 per microbatch": Case(zero_stage=2, reduction="per_microbatch", **SIZES),
+    "zero2 bf16 sums": Case(zero_stage=2, precision="bf16", changes=BF16_SUMS, **SIZES),
+    "zero2 fp16": Case(zero_stage=2, precision="fp16", **SIZES),
+    "offloaded": Case(zero_stage=1, offload="cpu", precision="bf16", **SIZES),
+    "copies": Case(
+        zero_stage=1,
+        precision="bf16",
+        changes={"parallel3d.mesh.dp_shards": 2},
+        **SIZES | {"mesh": (1, 4, 1)},
+    ),
+    "experts": Case(zero_stage=2, model=MOE, changes={"parallel3d.mesh.ep": 2}, **SIZES),
+}
+
+
+def reduced_on_rank(rank, case, scatters):
+    """Losses, norms and weights, and the calls of a step's reductions over the shards."""
+    with patch.object(Mesh, "backend", "nccl") if scatters else nullcontext():
+        trainer = Trainer(case)
+        group = trainer.mesh.name_of(trainer.mesh.shards.group)
+        with Traffic(trainer.mesh, ("all_reduce", "reduce_scatter")) as traffic:
+            trainer.executor.run(trainer.batches()[0], 0)
+        trainer.engine.step(0.0)
+        numbers = trainer.run()
+        weights = [value.tolist() for *_, value in trainer.weights()]
+        elements = sum(h.elements for h in trainer.engine.held)
+        trainer.close()
+    calls = {c.operation: c.bytes for c in traffic.calls if c.group == group}
+    return numbers, weights, calls, elements
+
+
+@pytest.mark.usefixtures("cpu_adam")
+@pytest.mark.parametrize("name", CASES)
+def test_reduce_scatter_has_the_bits_of_an_all_reduce_and_half_its_bytes(name):
+    """A ring all-reduce sends its bytes twice, a reduce-scatter once; both are counted once."""
+    case = CASES[name]
+    scattered = run_locally(reduced_on_rank, case.world_size, case, True, timeout=100)
+    reduced = run_locally(reduced_on_rank, case.world_size, case, False, timeout=100)
+    times = 2 if case.reduction == "per_microbatch" else 1
+    bytes_each = 2 if case.changes == BF16_SUMS else 4
+    for (numbers, weights, calls, elements), (other, others, all_reduced, _) in zip(
+        scattered, reduced, strict=True
+    ):
+        assert calls.get("all_reduce", 0) == 0 and "reduce_scatter" not in all_reduced
+        if name != "experts":
+            expected = pytest.approx(times * bytes_each * elements, rel=0.01)
+            assert calls["reduce_scatter"] == expected == all_reduced["all_reduce"]
+        assert numbers == other and weights == others
+
+
+def compared_on_rank(rank, case, reference):
+    with patch.object(Mesh, "backend", "nccl"):
+        return compare_on_rank(rank, case, reference)
+
+
+def test_parts_of_three_ranks_equal_one_process():
+    """The last rank's part is shorter; chunks end inside parameters."""
+    changes = {"zero_optimization.reduce_bucket_size": 1_000}
+    case = Case(zero_stage=1, changes=changes, **SIZES | {"mesh": (1, 3, 1), "batch": 6})
+    ranks = run_locally(compared_on_rank, 3, case, case.reference, timeout=100)
+    assert errors_of(case.config, ranks).within(TOLERANCE["fp32"])
+
+
+def test_uneven_buckets_are_all_reduced():
+    """The first of two stages is the first rank's alone; padding would double what is sent."""
+    two = Case(zero_stage=1, stages_per_rank=2, schedule="interleaved", **SIZES)
+    ((_, _, calls, _), _) = run_locally(reduced_on_rank, 2, two, True, timeout=100)
+    assert "reduce_scatter" not in calls and calls["all_reduce"]
