@@ -18,7 +18,7 @@ from tests.verify.measuring import errors_of
 pytestmark = pytest.mark.gloo
 
 SIZES = {"tied": False, "microbatches": 2, "batch": 8, "steps": 2, "mesh": (1, 2, 1)}
-SMALL_BUCKET = {"zero_optimization.reduce_bucket_size": 10_000}  # of 40,000 parameters
+SMALL_BUCKET = {"zero_optimization.reduce_bucket_size": 10_000}  # the model has 40,000 parameters
 BF16_SUMS = {"communication_data_type": "bf16"}
 MOE = {"family": "moe", "num_experts": 4, "num_hidden_layers": 2}
 # Each way in which complete gradients come to DeepSpeed.
