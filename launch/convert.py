@@ -64,7 +64,7 @@ def convert(args: argparse.Namespace) -> tuple["Proof", str]:
                 args.folder, args.to, shard_bytes=size, progress=progress
             )
             return proof, f"from {args.folder}"
-        source = CheckpointSource(args.checkpoint)
+        source = CheckpointSource(args.checkpoint, args.ema)
         about = source.about(args.tokenizer, args.architecture)
         dtype = weight_files.DTYPES[args.dtype]
         files = weight_files.WeightFiles(source.config.model, dtype, size)
@@ -165,6 +165,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     add("--architecture", metavar="CLASS", help=text)
     text = "folder of the run's tokenizer, if it has moved"
     add("--tokenizer", type=Path, metavar="FOLDER", help=text)
+    text = "the exponential moving average of the weights (train.ema) in their place"
+    add("--ema", action="store_true", help=text)
     add_outputs(export)
 
     text = "convert a transformers folder to one for model.from_pretrained, and check it"

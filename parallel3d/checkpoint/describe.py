@@ -10,6 +10,7 @@ from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.manifest import (
     MANIFEST,
     STATE,
+    has_ema,
     optimizer_of,
     read_sound_state,
     shapes_of,
@@ -77,7 +78,7 @@ def describe(folder: Path) -> dict[str, object]:
     entries, state = read_sound_state(folder)
     shapes = shapes_of(state)
     optimizer = optimizer_of(state)
-    kinds = optimizers.kinds(optimizer) if optimizer else ()
+    kinds = optimizers.kinds(optimizer, has_ema=has_ema(state)) if optimizer else ()
     sizes = Counter[str](dict.fromkeys(kinds, 0))
     files = []
     for name, entry in entries.items():

@@ -22,11 +22,12 @@ from parallel3d.base.errors import CheckpointError
 from parallel3d.base.reader import value_at
 from parallel3d.checkpoint.chunk_runs import global_boxes
 from parallel3d.checkpoint.chunks import Box, Chunk, ChunkFile, tile
-from parallel3d.checkpoint.manifest import shapes_of
+from parallel3d.checkpoint.manifest import has_ema, shapes_of
 from parallel3d.checkpoint.places import FoundCheckpoint
 from parallel3d.engine import Engine, HeldParameter, writing
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model import optimizers
 from parallel3d.model.spec import LayerSpec, named_params, tied_names
 from parallel3d.models.earlier import Stored, stored_in
 
@@ -174,23 +175,28 @@ def load(
 ) -> None:
     """Load the training state of a verified checkpoint into the engine. Collective.
 
-    Each rank reads the byte ranges of its own shards directly into their memory. Raises
-    CheckpointError on all ranks if the checkpoint is of another model, or cannot be read, and
-    TrainingError if the hosts' memory no longer has it.
+    Each rank reads the byte ranges of its own shards directly into their memory. Averages of the
+    weights begin as the weights if the checkpoint has none. Raises CheckpointError on all ranks if
+    the checkpoint is of another model, or cannot be read, and TrainingError if the hosts' memory no
+    longer has it.
     """
     originals = tied_names(layers)
     stored = _stored(checkpoint, layers)
     held = {piece.held.name for block in engine.states.blocks for piece in block}
     names = {stored[originals.get(n, n)].name for n in held}
     index = _index_of(checkpoint, names, mesh, engine.states.kinds)
+    in_files = {kind: kind for kind in engine.states.kinds}  # what a kind is read from
+    if not has_ema(checkpoint.state):
+        in_files[optimizers.EMA] = optimizers.MASTER
 
     if checkpoint.copies:
-        needed = _needed(engine, index, originals, stored)
+        needed = _needed(engine, index, originals, stored, in_files)
         checkpoint.copies.fetch({checkpoint.files[n] for n in needed})
 
     def read() -> None:
         index.check_tiling(checkpoint.folder, shapes_of(checkpoint.state))
         for boxes in boxes_to_fill(engine, originals):
+            boxes = [box._replace(kind=in_files[box.kind]) for box in boxes]
             _fill(checkpoint, index, _in_files(boxes, stored))
 
     agree(mesh, lambda: reading(read))
@@ -218,7 +224,11 @@ def _in_files(boxes: Iterable[Wanted], stored: Mapping[str, Stored]) -> Iterator
 
 
 def _needed(
-    engine: Engine, index: Index, originals: Mapping[str, str], stored: Mapping[str, Stored]
+    engine: Engine,
+    index: Index,
+    originals: Mapping[str, str],
+    stored: Mapping[str, Stored],
+    in_files: Mapping[str, str],
 ) -> set[int]:
     """Return the indices of the files with elements that this rank holds."""
     files: set[int] = set()
@@ -227,7 +237,7 @@ def _needed(
         for box, _ in global_boxes(piece.held, piece.start, piece.start + piece.numel):
             for kind in engine.states.kinds_of(piece.held):
                 for _, *place in tensor.boxes(*box):
-                    found = index.find(tensor.name, kind, Box(*place))
+                    found = index.find(tensor.name, in_files[kind], Box(*place))
                     files.update(chunk.file for chunk in found)
     return files
 

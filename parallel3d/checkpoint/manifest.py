@@ -229,6 +229,11 @@ def optimizer_of(state: Mapping[str, object]) -> str | None:
     return file if file in optimizers.names() else None
 
 
+def has_ema(state: Mapping[str, object]) -> bool:
+    """Return True if a checkpoint has averages of the weights."""
+    return state.get(optimizers.EMA) is True
+
+
 def verify(folder: Path) -> list[Fault]:
     """Read a checkpoint completely and return its faults; an empty list if it is valid.
 
@@ -305,7 +310,9 @@ def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:
     if optimizer:
         # Hidden matrices may have other states than the rest, and a checkpoint does not say which
         # parameters they are.
-        complete = [{*optimizers.kinds(optimizer, role)} for role in (optimizers.MATRIX, None)]
+        average = has_ema(state)
+        roles = (optimizers.MATRIX, None)
+        complete = [{*optimizers.kinds(optimizer, role, average)} for role in roles]
     else:
         complete = [{"master"}.union(*boxes.values())]
     for name, of_kinds in boxes.items():

@@ -28,6 +28,7 @@ from parallel3d.checkpoint.manifest import FORMAT
 from parallel3d.checkpoint.places import Entries, Place
 from parallel3d.engine import Engine
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model import optimizers
 from parallel3d.model.spec import LayerSpec, named_params
 
 _log = logging.getLogger(__name__)
@@ -246,8 +247,11 @@ class Saver:
             self._say(message)
 
     def _own_state(self) -> dict[str, object]:
+        states = self._engine.states
+        average = {optimizers.EMA: True} if optimizers.EMA in states.kinds else {}
         return {
             "format": FORMAT,
             "parameters": self._parameters,
-            **self._engine.states.counters(),
+            **average,
+            **states.counters(),
         }

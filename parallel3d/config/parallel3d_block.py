@@ -271,6 +271,16 @@ class CheckBitsConfig(Section):
     later checkpoints are set aside."""
 
 
+class EmaConfig(Section):
+    """The exponential moving average of the weights."""
+
+    decay: float = Field(default=0.999, ge=0, lt=1)
+    """After a step the average is decay x average + (1 - decay) x weights. It starts at the
+    weights before the first step."""
+    every: PositiveCount = 1
+    """Steps from one update of the average to the next. Skipped steps do not update it."""
+
+
 def _known_position(position: object) -> object:
     if isinstance(position, str) and position.rstrip("s").endswith("token"):
         read_count(position, "tokens")
@@ -314,6 +324,11 @@ class TrainConfig(Section):
     0 measures nothing. Needs dp of 2 or more, and gradients that are reduced once per step."""
     evaluate_samples: PositiveCount = 64
     """Held-out samples per evaluation."""
+    ema: EmaConfig | None = Field(default=None, exclude_if=_is_none)
+    """Keep an exponential moving average of the weights, in fp32 and sharded like the master
+    weights, where those are (4 bytes a parameter over the shards); null keeps none. It is evaluated
+    beside the weights (`held_out_loss_ema` in metrics.jsonl) and exported by `convert export --ema`
+    (docs/after-training.md)."""
     stop_after: PositiveCount | None = None
     """Save and stop after this step. The learning-rate schedule still spans the full run."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"

@@ -163,6 +163,8 @@ class Engine:
             updating.copy_weights_in_parts(zero, mesh.device)
         self._finish_scale = fp16.grow_scale_after_step(zero)
         self._counters = core.ReleaseCounters()
+        self.averages = True
+        """True if the average of the weights, where one is kept, follows the next update."""
         self.timed = False
         self.step_seconds = 0.0
         """The seconds of the last step, if `timed`."""
@@ -307,7 +309,7 @@ class Engine:
         asking: AbstractContextManager[list[Tensor]] = nullcontext([])
         if is_kept:
             asking = updating.asking_before_update(optimizer, is_kept)
-        with asking as refused, self._score_biases.moved_after_update():
+        with asking as refused, self._score_biases.moved_after_update(), self._averaging():
             self.deepspeed.step()
         if self.settings.shards_parameters:
             streams.gather_after_update(optimizer)
@@ -341,7 +343,29 @@ class Engine:
     @cached_property
     def states(self) -> OptimizerStates:
         """This rank's masters and optimizer state, which a checkpoint saves."""
-        return OptimizerStates(self.deepspeed, self.held, self.settings.optimizer.file)
+        file = self.settings.optimizer.file
+        return OptimizerStates(self.deepspeed, self.held, file, self.settings.ema is not None)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the weights be their averages inside, and again what they were; collective over dp.
+
+        Not for training. An error inside ends the run, so the weights are not put back after it.
+        """
+        self._exchange_averages()
+        yield
+        self._exchange_averages()
+
+    def _exchange_averages(self) -> None:
+        self.states.exchange_averages()
+        if self.settings.shards_parameters:
+            streams.gather_after_update(self.deepspeed.optimizer)
+
+    def _averaging(self) -> AbstractContextManager[None]:
+        """Return the context of an update, in which the averages follow."""
+        if self.settings.ema is None:
+            return nullcontext()
+        return self.states.averaging(self.settings.ema.decay if self.averages else 1.0)
 
     def close(self) -> None:
         """Free DeepSpeed's hooks and buffers, and remove the files of this process's engines."""

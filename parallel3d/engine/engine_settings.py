@@ -9,7 +9,7 @@ import torch
 from parallel3d.base.section import Section
 from parallel3d.config import ResolvedConfig
 from parallel3d.config.deepspeed import AioConfig, Fp16Config, OptimizerConfig, ZeroConfig
-from parallel3d.config.parallel3d_block import PipelineConfig
+from parallel3d.config.parallel3d_block import EmaConfig, PipelineConfig
 from parallel3d.model.parametrization import Rate, Role
 from parallel3d.models.common import rates_of
 from parallel3d.schedule.sharding import Weights
@@ -26,6 +26,7 @@ class EngineSettings:
     - `precision`: of parameters and activations.
     - `reduced_in`: the precision in which gradients are averaged over dp.
     - `overlap_update`: copy new weights to the device while the host updates the next ones.
+    - `ema`: the average of the weights that is kept; None keeps none.
     """
 
     micro_batch_size: int
@@ -39,6 +40,7 @@ class EngineSettings:
     overlap_update: bool
     fp16: Fp16Config
     aio: AioConfig
+    ema: EmaConfig | None = None
 
     @classmethod
     def from_config(cls, config: ResolvedConfig) -> "EngineSettings":
@@ -56,6 +58,7 @@ class EngineSettings:
             overlap_update=own.train.overlap_update and config.zero_optimization.stage == 3,
             fp16=config.fp16,
             aio=config.aio,
+            ema=own.train.ema,
         )
 
     @property
@@ -130,6 +133,12 @@ class EngineSettings:
             # The check would report our Placeholders, which never get a gradient.
             "ignore_unused_parameters": True,
         }
+        offload = self.zero.offload_optimizer
+        if self.ema and offload.device == "nvme":
+            # The average is swapped with the states, through a buffer more at each place.
+            places = 1 + offload.pipeline_read + offload.pipeline_write
+            count = offload.buffer_count + places
+            zero["offload_optimizer"] = _options(offload) | {"buffer_count": count}
         if elements is not None:
             zero["reduce_bucket_size"] = min(self.zero.reduce_bucket_size, max(elements, 1))
         if self.holds_weights:

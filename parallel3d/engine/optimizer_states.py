@@ -4,7 +4,7 @@ A checkpoint reads and writes them in place, without copies.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -19,6 +19,7 @@ from torch import Tensor
 from parallel3d.model import optimizers
 from parallel3d.tensor.cut import HeldParameter
 
+_EXCHANGED = 2**20  # elements that are exchanged at a time
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -52,19 +53,24 @@ class Update(NamedTuple):
 class OptimizerStates:
     """Masters and optimizer state of the held parameters, and the counters beside them.
 
-    `kinds` names them: "master", and the states that the optimizer's file declares. `kinds_of`
-    returns those of a parameter.
+    `kinds` names them: "master", the states that the optimizer's file declares, and "ema" if
+    averages are kept. `kinds_of` returns those of a parameter.
     `blocks` groups the pieces whose tensors are in memory together; they stay the same for the
     engine's lifetime. No piece covers ZeRO's padding or the placeholders.
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, held: Iterable[HeldParameter], optimizer: str
+        self,
+        engine: DeepSpeedEngine,
+        held: Iterable[HeldParameter],
+        optimizer: str,
+        has_ema: bool = False,
     ) -> None:
         self._zero: ZeROOptimizer = engine.optimizer
         self._name = optimizer
         self._file = optimizers.load(optimizer)
-        self.kinds = optimizers.kinds(optimizer)
+        self._has_ema = has_ema
+        self.kinds = optimizers.kinds(optimizer, has_ema=has_ema)
         self._zero3 = hasattr(self._zero, "fp16_groups")
         self.masters = masters_of(self._zero)
         """The flat fp32 masters of this rank, one for each optimizer group."""
@@ -75,7 +81,7 @@ class OptimizerStates:
 
     def kinds_of(self, held: HeldParameter) -> tuple[str, ...]:
         """Return the kinds that are kept for a parameter."""
-        return optimizers.kinds(self._name, held.spec.role)
+        return optimizers.kinds(self._name, held.spec.role, self._has_ema)
 
     @contextmanager
     def opened(self, block_index: int, write: bool = False) -> Iterator[list[dict[str, Tensor]]]:
@@ -91,6 +97,50 @@ class OptimizerStates:
                 {k: tensor.narrow(0, place.offset, place.piece.numel) for k, tensor in flat.items()}
                 for place in block
             ]
+
+    def begin(self, master: Tensor) -> None:
+        """Create the state of a flat master that has none; its average starts at its values."""
+        states = self._zero.optimizer.state
+        if not states.get(master):  # DeepSpeed may have made an empty one
+            states[master] = self._file.new_state(self._zero.optimizer, master)
+            if self._has_ema:
+                states[master][optimizers.EMA] = master.detach().clone()
+
+    @contextmanager
+    def averaging(self, decay: float) -> Iterator[None]:
+        """Move the averages in the step inside, unless it is skipped; 1 leaves them as they are.
+
+        Each follows its master in fp32 as soon as that is updated, on the master's device.
+        """
+
+        def begin(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            for master in _masters_in(optimizer):
+                self.begin(master)
+
+        def move(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            for master in _masters_in(optimizer):
+                optimizer.state[master][optimizers.EMA].lerp_(master.detach(), 1 - decay)
+
+        optimizer = self._zero.optimizer
+        with (
+            optimizer.register_step_pre_hook(begin),
+            optimizer.register_step_post_hook(move) if decay < 1 else nullcontext(),
+        ):
+            yield
+
+    @torch.no_grad()
+    def exchange_averages(self) -> None:
+        """Exchange masters and averages, and update the training weights; collective over dp."""
+        for index in range(len(self.blocks)):
+            with self.opened(index, write=True) as pieces:
+                for kinds in pieces:
+                    masters = kinds["master"].split(_EXCHANGED)
+                    averages = kinds[optimizers.EMA].split(_EXCHANGED)
+                    for master, average in zip(masters, averages, strict=True):
+                        kept = master.clone()
+                        master.copy_(average)
+                        average.copy_(kept)
+        self.finish_loading()
 
     def gradients(self) -> Iterator[tuple[ParameterPiece, Tensor]]:
         """Yield each piece and its averaged gradient, before the update. Not with offload.
@@ -186,7 +236,7 @@ class OptimizerStates:
             )
         new = master not in states
         if new:
-            states[master] = self._file.new_state(self._zero.optimizer, master)
+            self.begin(master)
         state = states[master]
         flat = {"master": master.detach()}
         flat |= {kind: state[kind] for kind in self.kinds[1:] if kind in state}
@@ -213,6 +263,12 @@ class OptimizerStates:
                 del self._zero.optimizer.state[master]
             swapper.release_swap_buffers(parameter=master)
         master.grad = None
+
+
+def _masters_in(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the flat masters that a step updates: at ZeRO-3 those of one group at a time."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def places_of(zero: ZeROOptimizer, held: Iterable[HeldParameter]) -> list[Place]:

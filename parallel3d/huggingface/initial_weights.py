@@ -13,6 +13,7 @@ from parallel3d.huggingface.source import PublishedWeights
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import find_nodes
+from parallel3d.model import optimizers
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import LayerSpec, tied_names
 from parallel3d.models.common import Pretrained
@@ -56,6 +57,8 @@ def load_weights(
 ) -> None:
     """Load published weights into the engine's fp32 master weights; the optimizer state is new.
 
+    Averages of the weights start there, too.
+
     Collective. Each rank reads only the byte ranges of its own shards. Raises CheckpointError on
     all ranks if a file cannot be read.
     """
@@ -64,7 +67,7 @@ def load_weights(
         weights = PublishedWeights(folder, config)
         for boxes in boxes_to_fill(engine, tied_names(layers)):
             for name, kind, box, out in boxes:
-                if kind == "master":
+                if kind in (optimizers.MASTER, optimizers.EMA):
                     weights.read(name, box, out)
 
     agree(mesh, lambda: reading(read))

@@ -30,7 +30,14 @@ from parallel3d.checkpoint.chunks import (
     tile,
 )
 from parallel3d.checkpoint.describe import find_checkpoints
-from parallel3d.checkpoint.manifest import STATE, TOKENIZER, Entry, read_sound_state, shapes_of
+from parallel3d.checkpoint.manifest import (
+    STATE,
+    TOKENIZER,
+    Entry,
+    has_ema,
+    read_sound_state,
+    shapes_of,
+)
 from parallel3d.checkpoint.safe_files import is_count, open_file, tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.config.pretrained import weight_files
@@ -38,6 +45,7 @@ from parallel3d.data.sources import Progress, no_progress
 from parallel3d.data.tokenizer import load_tokenizer
 from parallel3d.huggingface.beside import beside_of, published_tokenizer
 from parallel3d.huggingface.weight_files import About, line_after, tokenizer_files
+from parallel3d.model import optimizers
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import named_params, tied_names
 from parallel3d.models.earlier import stored_in
@@ -110,15 +118,22 @@ class CheckpointSource:
 
     - `path`: a checkpoint, or a run's folder, whose newest checkpoint is taken (see
       `find_checkpoints`).
+    - `is_ema`: read the averages of the weights in their place (`train.ema`).
 
     Files are hashed as they are read. After reading, call `check` to verify the hashes. Raises
     CheckpointError if the checkpoint is missing, damaged or incomplete.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_ema: bool = False) -> None:
         folder = find_checkpoints(path)[0]
         self.folder = folder
         files, self.state = read_sound_state(folder)
+        if is_ema and not has_ema(self.state):
+            raise CheckpointError(
+                f"{folder}: has no average of the weights; train with parallel3d.train.ema, or "
+                "leave out --ema"
+            )
+        self._kind = optimizers.EMA if is_ema else optimizers.MASTER
         self.config = RunConfig.from_dict(self.state["config"], str(folder / STATE))
         specs = named_params(models.layers(self.config.model))
         self._shapes = {name: spec.shape for name, spec in specs.items()}
@@ -135,7 +150,7 @@ class CheckpointSource:
         self._chunks: dict[str, list[tuple[HashedChunks, Chunk]]] = defaultdict(list)
         for file in self._files:
             for chunk in file.chunks:
-                if chunk.kind == "master":
+                if chunk.kind == self._kind:
                     self._chunks[chunk.name].append((file, chunk))
         for name, shape in in_files.items():
             if not tile((chunk.box for _, chunk in self._chunks[name]), shape):
@@ -183,6 +198,9 @@ class CheckpointSource:
         if end is None and tokenizer is not None:
             end = load_tokenizer(tokenizer).eos_token_id
         beside = beside_of(self.config, tokenizer, end)
+        line = line_after(self.folder.absolute().parent.parent, self.state["step"])
+        if self._kind == optimizers.EMA:
+            line["held_out_loss"] = line.get("held_out_loss_ema")
         return About(
             self.config,
             step=self.state["step"],
@@ -190,9 +208,18 @@ class CheckpointSource:
             end_of_text=end,
             tokenizer=tokenizer or published_tokenizer(self.config),
             beside=beside,
-            line=line_after(self.folder.absolute().parent.parent, self.state["step"]),
+            line=line,
             architecture=architecture,
+            averaged=self._averaged,
         )
+
+    @property
+    def _averaged(self) -> str:
+        """The text of the card about what the weights are an average of."""
+        ema = self.config.train.ema
+        if self._kind != optimizers.EMA or ema is None:
+            return ""
+        return f"exponential moving average of each {ema.every} steps, decay {ema.decay}"
 
     def _tokenizer(self, named: Path | None) -> Path:
         """Return the folder of the checkpoint's tokenizer; `named` is the user's, if any."""

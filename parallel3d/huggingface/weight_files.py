@@ -288,6 +288,8 @@ class About:
     """Name of the transformers class to use; None for the default of the model family."""
     beside: Beside = field(default_factory=Beside)
     """Special ids and generation settings."""
+    averaged: str = ""
+    """What the weights are an average of; "" if they are those after `step`."""
 
     def settings(self, layout: WeightFiles) -> Any:
         """Return the transformers config of the model; None if transformers has no class for it.
@@ -358,6 +360,7 @@ def _card(about: About, layout: WeightFiles, settings: Any) -> str:
     facts = {
         "parameters": f"{layout.num_elements:,}",
         "type": str(layout.dtype).removeprefix("torch."),
+        "weights": about.averaged or "those after the last step",
         "steps": f"{about.step:,}",
         "tokens": f"{about.tokens:,}",
         "sequence length": f"{config.data.sequence_length:,}",

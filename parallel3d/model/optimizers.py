@@ -21,6 +21,11 @@ from parallel3d.model.spec import MASTER_BYTES
 MATRIX: Role = "hidden"
 """The role of the parameters that an optimizer of whole matrices treats as such."""
 
+MASTER = "master"
+"""The kind of the fp32 master weights in checkpoints."""
+EMA = "ema"
+"""The exponential moving average of a master weight, which the engine keeps beside the states."""
+
 __path__ = [
     str(Path(__file__).parents[1] / "engine/optimizers"),
     *user_folders.from_environment(user_folders.OPTIMIZERS),
@@ -98,20 +103,26 @@ def load(name: str) -> OptimizerFile:
 
 
 @cache
-def kinds(name: str, role: Role | Literal["any"] | None = "any") -> tuple[str, ...]:
+def kinds(
+    name: str, role: Role | Literal["any"] | None = "any", has_ema: bool = False
+) -> tuple[str, ...]:
     """Return what is kept for a weight: "master", and the names of the optimizer's state.
 
     `role` is the parameter's. By default the names of all parameters' states are returned.
+    `has_ema`: their averages are kept too (`train.ema`).
     """
-    return ("master", *(state.name for state in _states(name, role)))
+    return (MASTER, *(state.name for state in _states(name, role, has_ema)))
 
 
 @cache
-def state_bytes(name: str, role: Role | None = None) -> int:
-    """Return the bytes of a trained element's master weight and optimizer state."""
-    return MASTER_BYTES + sum(state.num_bytes for state in _states(name, role))
+def state_bytes(name: str, role: Role | None = None, has_ema: bool = False) -> int:
+    """Return the bytes of a trained element's master weight, optimizer state and average."""
+    return MASTER_BYTES + sum(state.num_bytes for state in _states(name, role, has_ema))
 
 
-def _states(name: str, role: Role | Literal["any"] | None) -> list[State]:
+def _states(name: str, role: Role | Literal["any"] | None, has_ema: bool) -> list[State]:
     is_matrix = role == MATRIX
-    return [s for s in load(name).STATE if role == "any" or s.matrices in (None, is_matrix)]
+    states = [s for s in load(name).STATE if role == "any" or s.matrices in (None, is_matrix)]
+    if has_ema:
+        states.append(State(EMA, MASTER_BYTES))
+    return states

@@ -90,7 +90,8 @@ def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> tuple[int
     if zero.offload_param.device != "nvme":
         states += params * element // (split * weights)
     if zero.offload_optimizer.device != "nvme":
-        each = min(state_bytes(file, role) for role in (None, MATRIX))
+        has_ema = own.train.ema is not None
+        each = min(state_bytes(file, role, has_ema) for role in (None, MATRIX))
         states += params * each // (split * optimizer)
     seq = data.sequence_length
     samples = config.train_micro_batch_size_per_gpu or 1

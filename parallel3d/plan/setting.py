@@ -10,8 +10,10 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import ResolvedConfig, RunConfig, ZeroConfig
 from parallel3d.config.deepspeed import OptimizerConfig, describe_offload
 from parallel3d.config.hardware import Kernels
+from parallel3d.model import optimizers
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.matrices import NewtonSchulz
+from parallel3d.model.parametrization import Role
 from parallel3d.model.recompute import NONE, SUBLAYERS, Recompute
 from parallel3d.model.spec import LayerSpec, Shape, count_params
 from parallel3d.schedule.sharding import Weights
@@ -20,6 +22,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Device = Literal["none", "cpu", "nvme"]
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # an activation or weight outside the products
+_EMA_BYTES = 12  # the master is read, the average read and written
 TOKEN_BYTES = 16  # a token and its label, int64
 
 
@@ -103,6 +106,8 @@ class Workload:
     buffers: ZeroConfig = field(default_factory=lambda: ZeroConfig(stage=0))
     ep_imbalance: float = 1.0
     offload_activations: bool = False
+    has_ema: bool = False
+    """True if an average of the weights is kept (train.ema)."""
     software: Software = ENGINE
     can_recompute: tuple[str, ...] = SUBLAYERS
     """Parts of a layer that may be recomputed alone."""
@@ -120,6 +125,7 @@ class Workload:
             buffers=config.zero_optimization,
             ep_imbalance=own.plan.ep_imbalance,
             offload_activations=own.pipeline.offload_activations == "cpu",
+            has_ema=own.train.ema is not None,
             software=Software(
                 # "auto" may find no Triton, and what it gains is not measured: 2 % by the curves.
                 kernels="eager" if own.train.compile in ("auto", "none") else "compiled",
@@ -132,6 +138,16 @@ class Workload:
     def bytes_per_element(self) -> int:
         """Bytes of one element of a weight or an activation."""
         return BYTES[self.precision]
+
+    def state_bytes(self, role: Role | None = None) -> int:
+        """Return the bytes of an element's master weight, optimizer state and average."""
+        return optimizers.state_bytes(self.optimizer.file, role, self.has_ema)
+
+    @cached_property
+    def step_bytes(self) -> int:
+        """Bytes that an update reads and writes for each element."""
+        average = _EMA_BYTES if self.has_ema else 0
+        return optimizers.load(self.optimizer.file).STEP_BYTES + average
 
     @cached_property
     def newton_schulz(self) -> NewtonSchulz | None:

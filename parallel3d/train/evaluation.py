@@ -21,6 +21,8 @@ from parallel3d.train.ending import StopRequest
 from parallel3d.train.feed import Feed
 
 HELD_OUT = "held_out"
+OF_EMA = "_ema"
+"""The end of a set's name if the averaged weights were evaluated on it."""
 Losses = Mapping[str, SetLoss]
 
 

@@ -21,7 +21,7 @@ from parallel3d.base.reader import JsonObject, flat
 from parallel3d.base.say import Say
 from parallel3d.base.step_lines import METRICS, finite, newest, parsed
 from parallel3d.train.digests import DIGESTS
-from parallel3d.train.evaluation import HELD_OUT, Losses
+from parallel3d.train.evaluation import HELD_OUT, OF_EMA, Losses
 from parallel3d.train.trackers import Trackers
 
 
@@ -51,7 +51,9 @@ class StepMetrics:
     """Wall-clock time of the step."""
     validation: Losses = field(default_factory=dict)
     """Only after steps with an evaluation: for each set its loss and standard error in nats,
-    tokens, documents and bits_per_byte. The loss of "held_out" is also written as held_out_loss."""
+    tokens, documents and bits_per_byte. The loss of "held_out" is also written as held_out_loss.
+    With train.ema the average of the weights is evaluated too: "held_out_ema" and held_out_loss_ema
+    belong to it."""
     loss_scale: float | None = None
     """Only in fp16. If the gradients of a step overflow, it is skipped and grad_norm is null."""
     role_lr: dict[str, float] = field(default_factory=dict)
@@ -98,8 +100,9 @@ def _in_json(validation: Losses) -> JsonObject:
     """Return the keys that an evaluation adds to a line."""
     sets = {name: loss.to_json() for name, loss in validation.items()}
     values: JsonObject = {}
-    if HELD_OUT in sets:
-        values["held_out_loss"] = sets[HELD_OUT]["loss"]
+    for end in ("", OF_EMA):
+        if HELD_OUT + end in sets:
+            values[f"held_out_loss{end}"] = sets[HELD_OUT + end]["loss"]
     if sets:
         values["validation"] = sets
     return values

@@ -24,6 +24,7 @@ from parallel3d.train.scheduled_evaluation import ScheduledEvaluation
 from parallel3d.train.start import Start
 from parallel3d.train.step_filter import StepFilter
 from parallel3d.train.trainer import Trainer
+from parallel3d.train.weight_average import WeightAverage
 
 
 def observed_trainer(
@@ -68,10 +69,12 @@ def observed_trainer(
     observers.append(StepFilter(config, mesh, bad, rewinder, say))
     if train.noise_scale_every:
         observers.append(GradientNoise(config, mesh, parts.engine))
+    if train.ema:
+        observers.append(WeightAverage(train.ema, parts.engine))
     evaluation = Evaluation(
         config, mesh, corpus=start.corpus, feed=feed, evaluator=parts.evaluator, stop=stop
     )
-    observers.append(ScheduledEvaluation(config, evaluation))
+    observers.append(ScheduledEvaluation(config, evaluation, parts.engine))
     observers.append(
         Reporter(
             config,

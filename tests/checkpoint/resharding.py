@@ -130,6 +130,7 @@ class Trained(Trainer):
                 changes={
                     "parallel3d.mesh.ep": side.ep,
                     "parallel3d.mesh.dp_shards": side.shards,
+                    "parallel3d.train.ema": {"decay": 0.5},
                 }
                 | (MUON if side.muon else {}),
             )
@@ -146,11 +147,12 @@ class Trained(Trainer):
             self.engine.step(3e-3)
 
     def gathered(self):
-        """This tp rank's part of every master and moment: (name, copy, cut, {kind: value})."""
+        """This tp rank's part of every master, moment and average, with its name, copy and cut."""
         self._link_moments()
         for held in self.engine.held:
             values = {"master": self.engine.full_parameter(held)}
-            for kind in optimizers.kinds(self.engine.settings.optimizer.file, held.spec.role)[1:]:
+            file = self.engine.settings.optimizer.file
+            for kind in optimizers.kinds(file, held.spec.role, has_ema=True)[1:]:
                 moment = safe_get_full_optimizer_state(held.parameter, kind)
                 values[kind] = moment.detach().reshape(held.cut.local_shape)
             yield held.name, held.copy, held.cut, {k: v.cpu().clone() for k, v in values.items()}

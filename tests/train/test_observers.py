@@ -24,6 +24,7 @@ EVERYTHING = {
     "parallel3d.train.check_bits": {"every": 1, "recompute_every": 2},
     "parallel3d.train.on_spike": "skip",
     "parallel3d.train.noise_scale_every": 2,
+    "parallel3d.train.ema": {"decay": 0.5, "every": 2},
     "parallel3d.train.evaluate_every": 2,
     "parallel3d.train.digest_every": 2,
     "parallel3d.train.profile": {"start": 1, "steps": 1},
@@ -114,13 +115,14 @@ def test_all_observers_keep_one_order_of_collectives(tmp_path):
         "RecomputationCheck",
         "StepFilter",
         "GradientNoise",
+        "WeightAverage",
         "ScheduledEvaluation",
         "Reporter",
         "DigestLog",
         "Saving",
     ]
     silent = {name for name, text in statements.items() if text == "none"}
-    assert silent == {"FirstStep", "GradientNoise"}
+    assert silent == {"FirstStep", "GradientNoise", "WeightAverage"}
     for _, _, _, counts, _ in ranks:
         issuing = {name for name, count in counts.items() if count}
         assert issuing == statements.keys() - silent - {"Reporter"}, counts  # it has no experts

@@ -76,7 +76,7 @@ class Recomputation:
         settings = parts.engine.settings
         self._settings = settings
         self._file = optimizers.load(settings.optimizer.file)
-        self._kinds = parts.engine.states.kinds[1:]
+        self._kinds = optimizers.kinds(settings.optimizer.file)[1:]
         on_device = settings.zero.offload_optimizer.device == "none"
         self._checks_update = on_device and not self._file.WHOLE_MATRICES
         self._segments: dict[str, list[tuple[int, int]]] = {}

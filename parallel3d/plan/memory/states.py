@@ -6,7 +6,7 @@ a program's Software.
 
 from typing import NamedTuple
 
-from parallel3d.model.optimizers import MATRIX, state_bytes
+from parallel3d.model.optimizers import MATRIX
 from parallel3d.model.spec import MASTER_BYTES
 from parallel3d.plan.layers.weight_counts import WeightSizes
 from parallel3d.plan.setting import Setting
@@ -60,9 +60,8 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     weight_bytes = (share if zero3 else s.params) * element
     at_home = s.shard(s.matrices, shards, ep)
     matrices = at_home if stage else s.matrices
-    file = work.optimizer.file
-    optimizer = (share - matrices) * state_bytes(file)
-    optimizer += matrices * state_bytes(file, MATRIX)
+    optimizer = (share - matrices) * work.state_bytes()
+    optimizer += matrices * work.state_bytes(MATRIX)
     if element == MASTER_BYTES and offload_optimizer == offload_param == "none":
         optimizer -= share * MASTER_BYTES  # the weights are their own masters
     shard = share * gradient
@@ -124,7 +123,8 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
             host += locked(share * MASTER_BYTES) - share * MASTER_BYTES
             standing = s.largest * element
     if swaps:
-        host += _SWAP_BUFFERS * MASTER_BYTES * min(buffers.sub_group_size, share)
+        swapped = _SWAP_BUFFERS + work.has_ema
+        host += swapped * MASTER_BYTES * min(buffers.sub_group_size, share)
         places["nvme"] += share * gradient
     if offload_param == "nvme":
         host += (_PARAM_BUFFERS + 2 * min(buffers.sub_group_size, share)) * element

@@ -12,7 +12,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.reader import JsonObject
 from parallel3d.config import ResolvedConfig, RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE, Hardware
-from parallel3d.model.optimizers import kinds, state_bytes
+from parallel3d.model.optimizers import kinds
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import plan_table
 from parallel3d.plan.report.plan_table import lines_of, nothing_fits, three
@@ -278,11 +278,12 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
 
 def checkpoint_bytes(setting: Setting) -> int:
     """Return the approximate bytes of a checkpoint: fp32 weights, optimizer state, file headers."""
-    file = setting.workload.optimizer.file
+    work = setting.workload
+    file = work.optimizer.file
     mesh = setting.mesh
     total = 0
-    for layer in setting.workload.layers:
+    for layer in work.layers:
         for spec in layer.own_params:
-            total += state_bytes(file, spec.role) * spec.numel
-            total += len(kinds(file, spec.role)) * _HEADER_ENTRY * mesh.tp
-    return total + len(kinds(file)) * _HEADER_ENTRY * mesh.ranks
+            total += work.state_bytes(spec.role) * spec.numel
+            total += len(kinds(file, spec.role, work.has_ema)) * _HEADER_ENTRY * mesh.tp
+    return total + len(kinds(file, has_ema=work.has_ema)) * _HEADER_ENTRY * mesh.ranks

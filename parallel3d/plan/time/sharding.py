@@ -362,23 +362,21 @@ def _coord(
     if state.reduces_once:  # all gradients are read, and written to one buffer
         flat = 2 * sizes.params * software.gradient_bytes
         optimizer += _touch(flat, sharding, machine, curves.optimizer)
-    file = work.optimizer.file
     if state.offload_optimizer == "none":
         if hardware.adam_params:
-            update = own * _relative_to_adam(file) / hardware.adam_params.value
+            update = own * _relative_to_adam(work) / hardware.adam_params.value
             update *= hardware.slowdown("traffic", num_devices)
         else:
             # Besides the state, the gradient is read twice (for its norm) and the weight written.
-            module = optimizers.load(file)
-            touched = own * (module.STEP_BYTES + 2 * software.gradient_bytes + size)
+            touched = own * (work.step_bytes + 2 * software.gradient_bytes + size)
             update = _touch(touched, sharding, machine, curves.optimizer)
-            flops = own * module.STEP_FLOPS
+            flops = own * optimizers.load(work.optimizer.file).STEP_FLOPS
             update = max(update, flops / matmul_flops(hardware, work.precision, curves))
         optimizer += update
     else:
         gradients = own * software.gradient_bytes if state.reduces_once else 0.0
         update, offload = update_seconds(
-            own, state.offload_optimizer, gradients + own * size, machine, file
+            own, state.offload_optimizer, gradients + own * size, machine, work
         )
         optimizer += update * hardware.slowdown("traffic", num_devices)
     optimizer += matrix_work(model, held, sharding, machine).seconds
@@ -392,22 +390,22 @@ def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float)
     return num_bytes / (bandwidth_of(machine.hardware) * share) * slowdown
 
 
-def _relative_to_adam(optimizer: str) -> float:
-    """Return an optimizer's time over that of Adam, which calibration measures: both move bytes."""
-    return optimizers.load(optimizer).STEP_BYTES / optimizers.load("adamw").STEP_BYTES
+def _relative_to_adam(work: Workload) -> float:
+    """Return an update's time over that of Adam, which calibration measures: both move bytes."""
+    return work.step_bytes / optimizers.load("adamw").STEP_BYTES
 
 
 def update_seconds(
-    elements: float, device: Device, moved_bytes: float, machine: Machine, optimizer: str
+    elements: float, device: Device, moved_bytes: float, machine: Machine, work: Workload
 ) -> tuple[float, float]:
     """Return the seconds of the host's update of `elements` elements, and of its transfers.
 
     - `moved_bytes`: of gradients and new weights. On "nvme" the state is read and written, too.
     """
-    update = elements * _relative_to_adam(optimizer) / host_of(machine).adam_params.value
+    update = elements * _relative_to_adam(work) / host_of(machine).adam_params.value
     moved = to_host_seconds(moved_bytes, machine)
     if device == "nvme":
-        moved += nvme_seconds(elements * optimizers.state_bytes(optimizer), machine, writes=True)
+        moved += nvme_seconds(elements * work.state_bytes(), machine, writes=True)
     if machine.software.overlaps_offload:
         moved -= min(update, machine.curves.overlap * moved)
     return update, moved
