@@ -1,8 +1,9 @@
-"""Inspect or verify checkpoints: `parallel3d checkpoint inspect PATH`, or `verify PATH`.
+"""Inspect, verify or average checkpoints: `parallel3d checkpoint inspect PATH`, `verify PATH`.
 
 PATH is a checkpoint (a folder step-N) or a run's folder. If there are several checkpoints, inspect
 shows the newest, and verify reads all of them. Nothing is changed. Without --json, inspect leaves
-out the config and the lists of parameters and files.
+out the config and the lists of parameters and files. `average RUN --last 5 --to OUT` writes the
+mean of the weights of several checkpoints to a folder for transformers, and checks it.
 """
 
 import argparse
@@ -14,7 +15,15 @@ from pathlib import Path
 from rich.console import Console
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
+from parallel3d.base.arguments import (
+    DONE,
+    FAILED,
+    Parser,
+    amount,
+    prints_errors_as,
+    whole_number,
+)
+from parallel3d.launch import convert
 
 LONG = ("config", "parameters", "files")  # parts of a description that only --json has
 
@@ -24,6 +33,8 @@ def main() -> int:
     """Run the command `checkpoint`; return 1 if a checkpoint is damaged, 2 if there is none."""
     args = parse_args()
     console = terminal.console(args.json)
+    if args.command == "average":
+        return average(args, console)
     if args.command == "verify":
         return verify_all(args.path, args.json, console)
     return inspect(args, console)
@@ -79,6 +90,25 @@ def verify_all(path: Path, as_json: bool, console: Console) -> int:
     return FAILED if bad else DONE
 
 
+def average(args: argparse.Namespace, console: Console) -> int:
+    """Write the mean of checkpoints' weights to a new folder; return the exit code."""
+    from parallel3d.data.prepare_progress import shown_progress
+    from parallel3d.huggingface import averages, conversion
+    from parallel3d.huggingface.weight_files import DTYPES, WeightFiles, bytes_of
+
+    conversion.check_new(args.to)
+    size = bytes_of(args.shard_size)
+    folders = averages.choose(args.path, args.last, args.steps)
+    weights = averages.weights_for(folders, args.weights)
+    conversion.quiet()
+    with shown_progress() as progress:
+        source = averages.AveragedCheckpoints(folders, weights)
+        files = WeightFiles(source.config.model, DTYPES[args.dtype], size)
+        proof = conversion.export(source, source.about(), files, args.to, progress)
+    convert.say(proof, f"in {args.dtype}, from {len(folders)} checkpoints", args, console)
+    return DONE if proof.ok else FAILED
+
+
 def parse_args() -> argparse.Namespace:
     """Return the options of `checkpoint`."""
     parser = Parser(__doc__)
@@ -94,7 +124,25 @@ def parse_args() -> argparse.Namespace:
             command.add_argument(
                 "--show-config", action="store_true", help="print the config of the run"
             )
+    help_text = "write the mean of several checkpoints' weights for transformers, and check it"
+    add_average(commands.add_parser("average", help=help_text, description=help_text))
     return parser.parse_args()
+
+
+def add_average(command: Parser) -> None:
+    """Add the options of `average`."""
+    add = command.add_argument
+    add("path", type=Path, metavar="RUN", help="the folder of a run")
+    chosen = command.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--last", type=whole_number(), metavar="N", help="the N newest checkpoints")
+    text = "the checkpoints of these steps"
+    number = whole_number(0)
+    chosen.add_argument("--steps", type=number, nargs="+", default=(), metavar="STEP", help=text)
+    text = "the weight of each, the oldest or first named first (default: equal)"
+    add("--weights", type=amount, nargs="+", metavar="X", help=text)
+    text = "type of the weights (default: fp32)"
+    add("--dtype", choices=convert.DTYPES, default="fp32", help=text)
+    convert.add_outputs(command)
 
 
 if __name__ == "__main__":

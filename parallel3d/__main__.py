@@ -18,7 +18,7 @@ CORE = {
     "plan": "predict memory and speed, and find the best mesh, before a run",
     "draw": "draw a pipeline schedule, or a measured step",
     "verify": "compare small runs of a config with plain transformers on the CPU",
-    "checkpoint": "inspect and verify checkpoints",
+    "checkpoint": "inspect, verify and average checkpoints",
     "convert": "convert weights to and from transformers",
     "evaluate": "evaluate a checkpoint on held-out text and validation sets",
     "generate": "generate text with a trained model",

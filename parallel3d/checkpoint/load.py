@@ -185,7 +185,8 @@ def load(
     held = {piece.held.name for block in engine.states.blocks for piece in block}
     names = {stored[originals.get(n, n)].name for n in held}
     index = _index_of(checkpoint, names, mesh, engine.states.kinds)
-    in_files = {kind: kind for kind in engine.states.kinds}  # what a kind is read from
+    # The kind in the files that holds each kind of the engine.
+    in_files = {kind: kind for kind in engine.states.kinds}
     if not has_ema(checkpoint.state):
         in_files[optimizers.EMA] = optimizers.MASTER
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_128
 
 from parallel3d import models
 from parallel3d.base.errors import CheckpointError, ConfigError
@@ -22,10 +21,8 @@ from parallel3d.checkpoint.chunks import (
     ArrayFile,
     Box,
     Chunk,
-    ChunkFile,
     boxes_of,
     empty,
-    memory_of,
     read_header,
     tile,
 )
@@ -33,84 +30,23 @@ from parallel3d.checkpoint.describe import find_checkpoints
 from parallel3d.checkpoint.manifest import (
     STATE,
     TOKENIZER,
-    Entry,
     has_ema,
     read_sound_state,
     shapes_of,
 )
-from parallel3d.checkpoint.safe_files import is_count, open_file, tokenizer_digest
+from parallel3d.checkpoint.safe_files import is_count, tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.config.pretrained import weight_files
 from parallel3d.data.sources import Progress, no_progress
 from parallel3d.data.tokenizer import load_tokenizer
 from parallel3d.huggingface.beside import beside_of, published_tokenizer
+from parallel3d.huggingface.hashed import HashedChunks
 from parallel3d.huggingface.weight_files import About, line_after, tokenizer_files
 from parallel3d.model import optimizers
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import named_params, tied_names
 from parallel3d.models.earlier import stored_in
 from parallel3d.models.pretrained import Part
-
-_READ_BYTES = 2**20
-
-
-class HashedChunks:
-    """A file of chunks whose bytes are hashed, in order, as chunks are read.
-
-    Chunks read in the order of the file are hashed in memory, so their bytes are read from disk
-    only once; chunks that were skipped are read again for the hash. No file stays open.
-    """
-
-    def __init__(self, path: Path, entry: Entry) -> None:
-        """Read the header; raises CheckpointError if it is not a safetensors file of chunks.
-
-        - `entry`: the file's size and digest in the manifest.
-        """
-        self.path = path
-        with ChunkFile(path) as file:
-            self.chunks = file.chunks
-        self._entry = entry
-        self._digest = xxh3_128()
-        self._done = 0
-
-    def read(self, chunk: Chunk, out: Tensor) -> None:
-        """Read a complete chunk into `out`, as `ChunkFile.read` does."""
-        at = self.chunks[chunk]
-        hashed = out.is_contiguous() and out.device.type == "cpu" and at >= self._done
-        if hashed:
-            self._hash_to(at)
-        with ChunkFile(self.path, {chunk: at}) as file:
-            file.read(chunk, chunk.box, out)
-        if hashed:
-            self._digest.update(memory_of(out))
-            self._done += out.nbytes
-
-    def check(self) -> str:
-        """Hash the rest of the file and return how it differs from its entry; "" if it does not.
-
-        Raises CheckpointError if it cannot be read.
-        """
-        self._hash_to(self._entry.size + 1)
-        if self._done != self._entry.size or self._digest.hexdigest() != self._entry.digest:
-            return "its contents do not match the manifest (a damaged disk or copy)"
-        return ""
-
-    def _hash_to(self, stop: int) -> None:
-        """Hash up to byte `stop`, or to the end of the file."""
-        if self._done >= stop:
-            return
-        buffer = memoryview(bytearray(min(_READ_BYTES, stop - self._done)))
-        try:
-            descriptor, _ = open_file(self.path)
-            with open(descriptor, "rb", buffering=0) as file:
-                file.seek(self._done)
-                while count := file.readinto(buffer[: stop - self._done]):
-                    self._digest.update(buffer[:count])
-                    self._done += count
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path}: cannot be read: {error.strerror or error}"
-            ) from None
 
 
 class CheckpointSource:
@@ -199,8 +135,11 @@ class CheckpointSource:
             end = load_tokenizer(tokenizer).eos_token_id
         beside = beside_of(self.config, tokenizer, end)
         line = line_after(self.folder.absolute().parent.parent, self.state["step"])
-        if self._kind == optimizers.EMA:
+        averaged = ""
+        ema = self.config.train.ema
+        if ema is not None and self._kind == optimizers.EMA:
             line["held_out_loss"] = line.get("held_out_loss_ema")
+            averaged = f"exponential moving average (decay {ema.decay:g}, every {ema.every:,})"
         return About(
             self.config,
             step=self.state["step"],
@@ -210,16 +149,8 @@ class CheckpointSource:
             beside=beside,
             line=line,
             architecture=architecture,
-            averaged=self._averaged,
+            averaged=averaged,
         )
-
-    @property
-    def _averaged(self) -> str:
-        """The text of the card about what the weights are an average of."""
-        ema = self.config.train.ema
-        if self._kind != optimizers.EMA or ema is None:
-            return ""
-        return f"exponential moving average of each {ema.every} steps, decay {ema.decay}"
 
     def _tokenizer(self, named: Path | None) -> Path:
         """Return the folder of the checkpoint's tokenizer; `named` is the user's, if any."""

@@ -289,7 +289,7 @@ class About:
     beside: Beside = field(default_factory=Beside)
     """Special ids and generation settings."""
     averaged: str = ""
-    """What the weights are an average of; "" if they are those after `step`."""
+    """A text about the average that the weights are; "" if they are those after `step`."""
 
     def settings(self, layout: WeightFiles) -> Any:
         """Return the transformers config of the model; None if transformers has no class for it.

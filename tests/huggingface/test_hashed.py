@@ -9,7 +9,7 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 from parallel3d.checkpoint.manifest import Entry
-from parallel3d.huggingface.source import HashedChunks
+from parallel3d.huggingface.hashed import HashedChunks
 from tests.checkpoint.folders import write_tensors
 
 pytestmark = pytest.mark.gloo

@@ -123,7 +123,7 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
             host += locked(share * MASTER_BYTES) - share * MASTER_BYTES
             standing = s.largest * element
     if swaps:
-        swapped = _SWAP_BUFFERS + work.has_ema
+        swapped = _SWAP_BUFFERS + 1 if work.has_ema else _SWAP_BUFFERS
         host += swapped * MASTER_BYTES * min(buffers.sub_group_size, share)
         places["nvme"] += share * gradient
     if offload_param == "nvme":

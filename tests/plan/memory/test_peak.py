@@ -394,3 +394,37 @@ def test_shipped_config_fits_the_gpus_named_in_its_comment(name):
     memory = fullest(Setting.from_config(config), load("H100-SXM5-80GB"))
     print(f"{name}: {memory.total / 1e9:.1f} GB of {GB[name]}")
     assert memory.total < GB[name] * 1e9
+
+
+@pytest.mark.parametrize(
+    ("stage", "device"),
+    [(0, "none"), (1, "none"), (3, "none"), (1, "cpu"), (3, "cpu"), (3, "nvme")],
+)
+def test_average_takes_four_bytes_for_each_element_of_the_shards(stage, device):
+    raw = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": device}},
+        "parallel3d": {
+            "mesh": {"dp": 4},
+            "model": {"family": "gpt", "hidden_size": 64, "num_hidden_layers": 2}
+            | {"num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64},
+            "data": {"sequence_length": 64, "vocab_size": 512},
+            "train": {"steps": 1},
+        },
+    }
+    if device == "nvme":
+        raw["zero_optimization"]["offload_optimizer"]["nvme_path"] = "."
+    settings = []
+    for ema in (None, {"decay": 0.9}):
+        raw["parallel3d"]["train"]["ema"] = ema
+        settings.append(Setting.from_config(RunConfig.from_dict(raw).resolve(4)))
+    (without,), (with_average,) = (per_rank(setting) for setting in settings)
+    share = -(-settings[0].workload.num_params // (4 if stage else 1))
+    kept = with_average.parts["optimizer"] - without.parts["optimizer"]
+    host = with_average.host - without.host
+    nvme = with_average.nvme - without.nvme
+    places = {"none": kept, "cpu": host, "nvme": nvme}
+    # Parameters that DeepSpeed does not shard evenly are padded.
+    assert 4 * share <= places.pop(device) <= 4.05 * share
+    buffer = 4 * share if device == "nvme" else 0
+    assert sum(places.values()) == pytest.approx(buffer, rel=0.05)

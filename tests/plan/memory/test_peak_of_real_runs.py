@@ -50,7 +50,7 @@ CASES = {
 MOE = {"family": "moe", "num_experts": 8, "moe_intermediate_size": 128}
 OTHERS = {
     (1, 2, 1): [
-        {"model": LLAMA, "micro": 4},
+        {"model": LLAMA, "micro": 4, "ema": {}},
         {"model": MOE, "micro": 4},
         {"model": MOE, "micro": 4, "ep": 2},
         {"model": MOE, "micro": 4, "ep": 2, "zero": 1},
@@ -127,6 +127,7 @@ def config_of(
     weights="per_microbatch",
     ep=1,
     shards=None,
+    ema=None,
 ):
     """What a user would write, resolved."""
     pp, dp, tp = mesh
@@ -170,7 +171,7 @@ def config_of(
             },
             "model": sizes | (model or {}),
             "data": {"sequence_length": seq, "vocab_size": 512},
-            "train": {"steps": 2},
+            "train": {"steps": 2, "ema": ema},
             "plan": {"ep_imbalance": 1.0},  # ranks are compared one by one
         },
     }
