@@ -65,7 +65,7 @@ ROOMS = [
 # out, and 10 % of air. A change that needs more raises the number here and says what it removed.
 # Nobody packs code to stay below a number, or lowers one to what stands.
 BUDGET = {
-    "launch": 6_200,
+    "launch": 6_500,
     "models": 28_500,
     "parallel3d/base": 7_500,
     "parallel3d/checkpoint": 10_000,
@@ -78,7 +78,7 @@ BUDGET = {
     "parallel3d/extras/guard": 6_400,
     "parallel3d/extras/report": 2_800,
     "parallel3d/extras/scaling": 28_700,
-    "parallel3d/huggingface": 7_100,
+    "parallel3d/huggingface": 7_900,
     "parallel3d/mesh": 9_300,
     "parallel3d/model": 6_100,
     "parallel3d/pipeline": 3_400,
