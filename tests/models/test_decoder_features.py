@@ -6,15 +6,20 @@ from unittest.mock import patch
 import pytest
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import MeshSizes
+from parallel3d.config import RunConfig
 from parallel3d.model.spec import ParamSpec
 from parallel3d.models.transformers import modules
 from parallel3d.models.transformers.skeleton import Skeleton
+from parallel3d.verify.case import CaseTask, checked
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE
+from parallel3d.verify.reference import prepare
 from tests.cases import Case
 from tests.models.architectures import VOCABULARY, small_config
 from tests.models.every_decoder import train_cheaply
 from tests.models.test_any_decoder import DEFAULT
+from tests.verify.configs import config_of
 from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo
@@ -63,6 +68,8 @@ OTHERS = [
     ("gpt2", {"mesh": (2, 1, 2), "sequence_parallel": True, "checkpointing": "full"}),
     ("gpt_oss", {"mesh": (2, 2, 1), "changes": MUON, "own": NARROW}),
 ]
+PIPELINE = MeshSizes(pp=2, tp=2)
+REPLICAS = MeshSizes(dp=2, tp=2)
 FEATURES = [(kind, settings) for kind in DEFAULT for settings in TOGETHER] + OTHERS
 
 
@@ -100,6 +107,21 @@ def test_features_are_equal_to_one_process():
         if not errors.within(TOLERANCE[case.precision]):
             wrong.append((kind, str(case), errors))
     assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DEFAULT)
+def test_run_goes_on_on_another_mesh(kind, tmp_path):
+    """Saved on a pipeline and resumed on data-parallel ranks: as one process that never stopped."""
+    raw = config_of()
+    model = case_of(kind).model | {"vocab_size": "auto"}
+    raw["parallel3d"] |= {"model": model, "data": {"sequence_length": 32}}
+    small, reference = prepare(RunConfig.from_dict(raw), (PIPELINE, REPLICAS), tmp_path)
+    saved, counters = checked(small[PIPELINE], reference, CaseTask(saves=tmp_path))
+    task = CaseTask(resumes=tmp_path)
+    resumed, _ = checked(small[REPLICAS], reference, task, counters=counters)
+    assert saved.within(TOLERANCE["fp32"]), saved
+    assert resumed.within(TOLERANCE["fp32"]), resumed
 
 
 @contextmanager
