@@ -22,7 +22,7 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.lock import Lock
 from parallel3d.model.spec import Init, ParamSpec
 
-FORM = 9
+FORM = 10
 """The number of this form of the facts; a file of another form is written anew."""
 ANY_VOCABULARY = 1000
 """Rows of the table with which the parts of a model are found: the true ones may not be known."""

@@ -113,6 +113,16 @@ class Linear(CutModule):
         return all_features(y, self.context.group) if self.style == GATHERED else y
 
 
+class _OfRows:
+    """Before the class of a module: its parameters are read as the rows that this rank uses."""
+
+    rows: slice
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)  # type: ignore[misc]
+        return value[self.rows] if isinstance(value, nn.Parameter) else value
+
+
 class HeadsLinear(CutModule):
     """The fused projections to queries, keys and values, with rows held by key/value head.
 
@@ -221,6 +231,7 @@ class LayerBuilder:
             return self._linear(like, name, parameters, context)
         own: nn.Module = Copied(like, parameters)
         own.__class__ = type(like)
+        self._take_own_heads(own, like, name)
         for child, _ in like.named_children():
             own.add_module(child, self.build(f"{name}.{child}" if name else child))
         if any(plan.style(f"{name}.{child}") == HEADS for child, _ in like.named_children()):
@@ -256,6 +267,23 @@ class LayerBuilder:
             return None
         return place.dim, group
 
+    def _take_own_heads(self, module: Any, like: nn.Module, name: str) -> None:
+        """Let a module's forward see the rows of this rank's head, where heads serve several."""
+        for leaf, _ in _own_parameters(like):
+            rows = self._rows(self._plan.place(f"{name}.{leaf}" if name else leaf))
+            if rows is not None:
+                module.__class__ = type(type(module).__name__, (_OfRows, type(module)), {})
+                module.rows = rows
+
+    def _rows(self, place: Place) -> slice | None:
+        """Return the rows of an uncut parameter that this rank uses; None: it uses all."""
+        group = self._context.group
+        if place.units is None or place.units >= group.size():
+            return None
+        size = place.shape[0] // place.units
+        first = group.rank() * place.units // group.size() * size
+        return slice(first, first + size)
+
     def _linear(
         self,
         like: nn.Linear | Conv1D,
@@ -267,12 +295,7 @@ class LayerBuilder:
         place = self._plan.place(f"{name}.weight")
         if place.heads is not None:
             return HeadsLinear(parameters, place.heads, context.group)
-        rows = None
-        group = context.group
-        if place.units is not None and place.units < group.size():
-            size = place.shape[0] // place.units
-            first = group.rank() * place.units // group.size() * size
-            rows = slice(first, first + size)
+        rows = self._rows(place)
         enters = style in (COLUMN, PACKED) and "." not in name
         return Linear(like, style, parameters, context=context, rows=rows, enters=enters)
 

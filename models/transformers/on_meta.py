@@ -1,9 +1,11 @@
 """Models without memory: where their tensors are made, and what runs on them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -45,6 +47,21 @@ class MixedWithMeta(TorchDispatchMode):
         if any(seen) and not all(seen):
             args, kwargs = tree_map(_on_meta, (args, kwargs))
         return func(*args, **kwargs)
+
+
+@contextmanager
+def tables_kept(model: nn.Module) -> Iterator[None]:
+    """Give modules back the tables that they replace meanwhile by others on the meta device."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, own, buffers in before:
+            module._buffers.update(buffers)
+            for name, value in list(vars(module).items()):
+                if isinstance(value, Tensor) and value.is_meta:
+                    delattr(module, name)
+                    vars(module).update({name: own[name]} if name in own else {})
 
 
 def _on_meta(value: object) -> object:

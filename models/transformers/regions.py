@@ -175,6 +175,9 @@ class LayerPlan:
             return Place(shape, 1, whole=whole) if leaf == "weight" else Place(shape, whole=whole)
         if style not in UNCUT:
             raise Unsupported(f"is cut in the style {style!r} ({name}), which is not known")
+        own_heads = self._heads_in(owner, shape)
+        if own_heads is not None:
+            return Place(shape, 0, own_heads, whole=whole)
         return Place(shape, partial=self._region_of(owner) is not None, whole=whole)
 
     def heads_of(self, name: str) -> Heads:
@@ -199,6 +202,16 @@ class LayerPlan:
             if region and (name == region or name.startswith(f"{region}.")):
                 return region
         return None
+
+    def _heads_in(self, owner: str, shape: tuple[int, ...]) -> int | None:
+        """Return the heads of a parameter [heads, size] that acts on the heads of a region."""
+        region = self._region_of(owner)
+        call = self.calls.get(region or "")
+        module = self.layer.get_submodule(owner)
+        if call is None or isinstance(module, nn.Linear | Conv1D) or len(shape) != 2:
+            return None
+        is_of_head = shape[1] in (call.key_size, call.value_size)
+        return shape[0] if is_of_head and shape[0] in (call.heads, call.kv_heads) else None
 
     def _place_in_experts(self, name: str, shape: tuple[int, ...], whole: bool) -> Place:
         experts = self.layer.get_submodule(name.rpartition(".")[0])

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from parallel3d.models.transformers import attention, experts, trials
 from parallel3d.models.transformers.facts import Unsupported
-from parallel3d.models.transformers.on_meta import EmptyOnMeta, MixedWithMeta
+from parallel3d.models.transformers.on_meta import EmptyOnMeta, MixedWithMeta, tables_kept
 from parallel3d.models.transformers.plans import gathered, plan_of
 from parallel3d.models.transformers.stand_ins import (
     Nothing,
@@ -167,7 +167,9 @@ class Skeleton:
             if any(_MIXERS.search(kind) for kind in kinds):
                 return False
         takes_positions = "position_ids" in signature(self.base.forward).parameters
-        return self.has_interface and takes_positions
+        # Its rotation depends on the last position of all tokens that are computed together.
+        is_long = "longrope" in str(getattr(self.settings, "rope_parameters", None))
+        return self.has_interface and takes_positions and not is_long
 
     def around(
         self, number: int, layer: nn.Module | None, replaced: Mapping[str, nn.Module]
@@ -334,7 +336,11 @@ class Skeleton:
         positions = torch.arange(_PROBE[1]).expand(_PROBE)
         try:
             mixed = MixedWithMeta()  # type: ignore[no-untyped-call]
-            with mixed, attention.recorded(IMPLEMENTATION) as calls:
+            with (
+                mixed,
+                tables_kept(self.model),
+                attention.recorded(IMPLEMENTATION) as calls,
+            ):
                 output = self.model(input_ids=tokens, position_ids=positions, use_cache=False)
                 output.logits.float().sum().backward()
         except Unsupported:

@@ -187,7 +187,8 @@ def _check_token_mixing(
             place,
             value,
             "needs a model in which only attention mixes tokens, through transformers' attention "
-            "interface and at given positions; model.config has another",
+            "interface, and a token's rotation follows from its own position (not so with "
+            "longrope); model.config has another",
             f"use {remedy}, or another model",
         )
 

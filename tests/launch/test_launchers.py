@@ -49,7 +49,7 @@ def test_rank_without_its_peers_ends_in_one_message(place, rank):
     assert code == 1 and output.count("have not met at 127.0.0.1") == 1, output
     # The start of Python, which the machine's load stretches, is not part of this time.
     waited = re.search(r"within (\d+) s", output)
-    assert waited and int(waited[1]) <= 20, output
+    assert waited and int(waited[1]) < 30, output
     assert "found LOCAL_RANK=0, MASTER_ADDR=127.0.0.1, RANK=" in output
     assert not os.path.exists(place.root / "runs" / "auto")
 

@@ -15,7 +15,6 @@ DEFAULT = [
     "gemma2",
     "gemma3_text",
     "glm4",
-    "gpt_neox",
     "granite",
     "phi3",
     "starcoder2",
@@ -28,24 +27,44 @@ IN_TURN = {
     "hidden_act": "gelu_new",
     "layer_norm_eps": 1e-3,
 }
+LONGROPE = {
+    "original_max_position_embeddings": 4,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "attention_factor": 1.0,
+    },
+}
+SWITCHED = [
+    # A norm has the weights of all heads: [heads, size]. The ranks share the one head of keys.
+    ("cohere", {"use_qk_norm": True, "num_key_value_heads": 1}),
+    ("phi3", LONGROPE),
+]
 STD = 0.2  # attention is far from uniform, so a wrong mask or rotation is seen
 
 
 def test_decoders_are_equal_to_one_process():
     cases = [case_of(kind, STD, (2, 1, 2)) for kind in DEFAULT]
-    model = case_of("gpt_neox", STD, (2, 1, 2)).model
-    in_turn = model | {"config": model["config"] | IN_TURN}
-    cases.append(replace(cases[0], model=in_turn))
-    names = [*DEFAULT, "gpt_neox, in turn"]
-    for kind, errors in zip(names, errors_on_ranks(cases), strict=True):
+    cases.append(switched("gpt_neox", IN_TURN, (2, 1, 2)))
+    for kind, errors in zip([*DEFAULT, "gpt_neox"], errors_on_ranks(cases), strict=True):
         assert max(errors.loss, errors.grad_norm, errors.weight) < BOUND, (kind, errors)
 
 
+def switched(kind, own, mesh):
+    """A case of an architecture with other values of its fields."""
+    case = case_of(kind, STD, mesh)
+    return replace(case, model=case.model | {"config": case.model["config"] | own})
+
+
 def test_layers_beside_plans_are_equal_to_one_process():
-    """Gathered layers, experts with gate and up in turns, and frozen biases of scores."""
+    """Gathered layers, experts with gate and up in turns, frozen biases of scores, switches."""
     kinds = ["falcon", "gpt_oss", "ernie4_5_moe"]
     cases = [case_of(kind, STD, (1, 1, 2)) for kind in kinds]
-    for kind, errors in zip(kinds, errors_on_ranks(cases), strict=True):
+    cases += [switched(kind, own, (1, 1, 2)) for kind, own in SWITCHED]
+    names = [*kinds, *(kind for kind, _ in SWITCHED)]
+    for kind, errors in zip(names, errors_on_ranks(cases), strict=True):
         assert max(errors.loss, errors.grad_norm, errors.weight) < BOUND, (kind, errors)
 
 

@@ -18,7 +18,7 @@ from parallel3d.verify.reference import prepare
 from tests.cases import Case
 from tests.models.architectures import VOCABULARY, small_config
 from tests.models.every_decoder import train_cheaply
-from tests.models.test_any_decoder import DEFAULT
+from tests.models.test_any_decoder import DEFAULT, LONGROPE
 from tests.verify.configs import config_of
 from tests.verify.measuring import errors_of
 
@@ -192,6 +192,9 @@ def test_planted_faults_are_found():
 @pytest.mark.parametrize(
     ("kind", "settings", "place"),
     [
+        pytest.param(
+            "phi3", {"changes": ISOLATED, "own": LONGROPE}, "isolate_documents", id="longrope"
+        ),
         pytest.param("bloom", {"changes": ISOLATED}, "isolate_documents", id="own attention"),
         pytest.param("lfm2", {"mesh": (1, 1, 2, 1)}, "mesh.cp", id="convolution"),
         pytest.param("olmo_hybrid", {"changes": ISOLATED}, "isolate_documents", id="recurrence"),
