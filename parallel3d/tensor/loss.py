@@ -16,7 +16,13 @@ from parallel3d.tensor.collectives import Context, all_gather_sequence, all_redu
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cross_entropy import Passes, gradient_of, sum_rows
 from parallel3d.tensor.cut import even_split
-from parallel3d.tensor.weight_gradients import compute_or_defer, in_place_sum
+from parallel3d.tensor.weight_gradients import (
+    Factors,
+    compute_or_defer,
+    in_place_sum,
+    sum_in_fp32,
+    sums_in_fp32,
+)
 
 _ROWS = 2**25  # elements of a weight's gradient that are added at a time if dtypes differ
 
@@ -114,9 +120,8 @@ def _at_once(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = (gradient @ weight).mul_(grad) if ctx.needs_input_grad[0] else None
     grad_weight = None
     if ctx.needs_input_grad[1]:
-        grad_weight = compute_or_defer(
-            ctx.weight, lambda: gradient.t() @ _times(_full_input(ctx.context, x), grad)
-        )
+        factors = Factors(gradient, lambda: _times(_full_input(ctx.context, x), grad), weight.shape)
+        grad_weight = compute_or_defer(ctx.weight, lambda: gradient.t() @ factors.x(), factors)
     grad_bias = None
     if ctx.needs_input_grad[2]:
         grad_bias = _times(gradient, grad).sum(0, dtype=_sum_dtype(ctx.bias))
@@ -205,6 +210,9 @@ def _add_product(total: Tensor, gradient: Tensor, x: Tensor, first: bool) -> Non
     """Add gradient^T x to `total` [out, in]; if `first`, write it. In pieces if dtypes differ."""
     if total.dtype == x.dtype:
         torch.addmm(total, gradient.t(), x, beta=0 if first else 1, out=total)
+        return
+    if sums_in_fp32(x.device, x.dtype, total.dtype):
+        sum_in_fp32(total.zero_() if first else total, gradient.t(), x)
         return
     step = max(1, _ROWS // total.shape[1])
     for start in range(0, len(total), step):

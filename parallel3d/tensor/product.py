@@ -22,7 +22,7 @@ from parallel3d.tensor.collectives import (
 from parallel3d.tensor.compiled import graph_break
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.recompute import save, saved
-from parallel3d.tensor.weight_gradients import compute_or_defer, is_deferring
+from parallel3d.tensor.weight_gradients import Factors, compute_or_defer, is_deferring
 
 Bilinear = Callable[[Tensor, Tensor], Tensor]
 
@@ -43,7 +43,8 @@ class Product(torch.autograd.Function):
     weights of the whole stage would stay in memory until the backward, although they are released.
 
     - `product`: multiplies x and the weight.
-    - `to_input`, `to_weight`: compute a gradient from the output's gradient and the other factor.
+    - `to_input`, `to_weight`: compute a gradient from the output's gradient and the other factor;
+      None for grad^T x.
     """
 
     @staticmethod
@@ -53,7 +54,7 @@ class Product(torch.autograd.Function):
         weight: Tensor,
         product: Bilinear,
         to_input: Bilinear,
-        to_weight: Bilinear,
+        to_weight: Bilinear | None,
     ) -> Tensor:
         save(ctx, x, weight)
         ctx.weight = weight  # recomputation would save another tensor in its place
@@ -70,7 +71,12 @@ class Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = ctx.to_input(grad, weight).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = compute_or_defer(ctx.weight, lambda: to_weight(grad, x).view(shape))
+            factors = None
+            if to_weight is None:
+                to_weight = _weight_gradient
+                factors = Factors(grad, lambda: x.to(grad.dtype), shape)
+            product = partial(_viewed, to_weight, grad, x, shape)
+            grad_weight = compute_or_defer(ctx.weight, product, factors)
         return grad_x, grad_weight, None, None, None
 
 
@@ -88,7 +94,7 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tenso
         weight,
         lambda x, weight: x.to(dtype) @ weight.flatten(0, -2).t().to(dtype),
         lambda grad, weight: grad @ weight.flatten(0, -2).to(grad.dtype),
-        lambda grad, x: _weight_gradient(grad, x.to(grad.dtype)),
+        None,
     )
 
 
@@ -163,7 +169,9 @@ class _ColumnLinear(torch.autograd.Function):
             needs_weights, ctx.weights, grads, weights, ctx.rows, strict=True
         ):
             product = partial(_gradient_of_rows, grad, full_x, weight.shape, rows)
-            grad_weights.append(compute_or_defer(parameter, product) if needs else None)
+            used = None if rows is None else slice(*rows)
+            factors = Factors(grad, full_x, weight.shape, used)
+            grad_weights.append(compute_or_defer(parameter, product, factors) if needs else None)
         grad_x = None if reduced is None else reduced.wait()
         return grad_x, None, None, *grad_weights
 
@@ -194,7 +202,11 @@ def _used(weight: Tensor, rows: Rows) -> Tensor:
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Return grad^T x: [..., out] and [..., in] -> [out, in]."""
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+    return grad.flatten(0, -2).t() @ x.to(grad.dtype).flatten(0, -2)
+
+
+def _viewed(to_weight: Bilinear, grad: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+    return to_weight(grad, x).view(shape)
 
 
 def _gradient_of_rows(

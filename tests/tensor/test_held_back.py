@@ -1,14 +1,18 @@
 """Weight gradients that are made after the backward pass are those that it would have made."""
 
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model import transformer_cost
+from parallel3d.tensor import loss as loss_module
+from parallel3d.tensor import weight_gradients
 from parallel3d.tensor.linear import (
     ColumnParallelLinear,
     GroupedColumnLinear,
@@ -91,6 +95,67 @@ def test_to_the_bit(size, sequence_parallel, recompute, dtype):
         # Before they are made the linear layers' weights have none, and all others do.
         weights = {name for name in at_once if name.endswith("weight")}
         assert early == [weights, weights]
+
+
+class Sums(TorchDispatchMode):
+    """Counts additions to gradients in fp32, which take a pass over memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_sum = function is torch.ops.aten.add_.Tensor and args[0].dtype == torch.float32
+        self.count += is_sum and args[0].dim() > 1
+        return function(*args, **(kwargs or {}))
+
+
+def sum_of_device(total, a, b):
+    """Stand in for a device's product of half precision that is added to a sum in fp32."""
+    product = a.float() @ b.float()
+    if total is None:
+        return product
+    with _disable_current_modes():
+        return total.add_(product)
+
+
+def summed_on_rank(rank, in_product, chunk):
+    """Gradients of three microbatches in bf16, in the order of the layers, and counted sums."""
+    group = Mesh(tp=2).tensor.group
+    context = layer_context(group, sequence_parallel=True)
+    torch.manual_seed(0)
+    block = Block(group, sequence_parallel=True).bfloat16()
+    head = nn.Parameter(torch.randn(25, SIZE))
+    for parameter in (*block.parameters(), head):
+        nn.init.normal_(parameter, std=0.5)
+        parameter.data = parameter.data.bfloat16()
+        parameter.grad_dtype = torch.float32
+    xs = torch.randn(3, 2, 4, SIZE).bfloat16()
+    labels = torch.randint(50, (2, 8))
+    sums = Sums()
+    with (
+        accumulate_in_place(),
+        patch.object(weight_gradients, "_has_sums", lambda *_: in_product),
+        patch.object(weight_gradients, "sum_in_fp32", sum_of_device),
+        patch.object(loss_module, "sum_in_fp32", sum_of_device),
+        patch.object(loss_module, "chunk_tokens", lambda *_: chunk),
+    ):
+        for x in xs:
+            y = block(x)
+            loss = vocab_parallel_loss(y[:, :4], head, labels, vocab_size=50, context=context)
+            with sums:
+                loss.sum().backward()
+    return [p.grad for p in (*block.parameters(), head)], sums.count
+
+
+@pytest.mark.parametrize("chunk", [16, 3])
+def test_devices_add_products_to_fp32_sums_without_a_pass(chunk):
+    """Seven sums a layer and microbatch, 14 bytes a parameter, and none of them rounded."""
+    apart = run_locally(summed_on_rank, 2, False, chunk)
+    within = run_locally(summed_on_rank, 2, True, chunk)
+    for (rounded, sums), (exact, none) in zip(apart, within, strict=True):
+        assert sums >= 2 * 4 and none == 0
+        for ours, theirs in zip(exact, rounded, strict=True):
+            assert ours.dtype == torch.float32 and ours.shape == theirs.shape
+            assert (ours - theirs).norm() <= 0.01 * theirs.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
