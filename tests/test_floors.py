@@ -84,7 +84,7 @@ BUDGET = {
     "parallel3d/pipeline": 3_400,
     "parallel3d/plan": 23_500,
     "parallel3d/schedule": 6_800,
-    "parallel3d/tensor": 12_900,
+    "parallel3d/tensor": 13_600,
     "parallel3d/train": 19_900,
     "parallel3d/verify": 12_000,
     "tests": 310_000,
