@@ -1,5 +1,6 @@
 """Activations that wait for their backward in host memory."""
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -9,40 +10,58 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _AHEAD = 8  # storages that are fetched before they are needed: about those of one layer
+_BEHIND = 4  # storages that may still be on their way to the host when the next one leaves
+
+Leaving = deque[tuple[torch.Event, Tensor]]
+"""Bytes on the device, each with the event after which they are on the host."""
 
 
 class _OnHost:
     """The bytes of one storage in host memory, and on the device again before their uses.
 
     `before` is the storage that was saved before it, which the backward needs after it. On an
-    accelerator the copies run on `stream`, from and to page-locked memory.
+    accelerator the copies run on `stream`, from and to page-locked memory. The host runs ahead of
+    the device, so computes wait for the copies: for those that left `_BEHIND` storages ago, and
+    before the backward begins for all. Otherwise the device would keep what is to leave it.
     """
 
     def __init__(
-        self, storage: torch.UntypedStorage, stream: torch.Stream | None, before: "_OnHost | None"
+        self,
+        storage: torch.UntypedStorage,
+        stream: torch.Stream | None,
+        before: "_OnHost | None",
+        leaving: Leaving,
     ) -> None:
         self.stream = stream
         self.before = before
+        self.leaving = leaving
         self.uses = 0
         self.device = storage.device
         self.there: Tensor | None = None
         data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         if stream:
             stream.wait_stream(torch.accelerator.current_stream())
-            data.record_stream(stream)  # free its memory when the copy has ended
         with stream or nullcontext():
             self.here = torch.empty_like(data, device="cpu", pin_memory=stream is not None)
             self.here.copy_(data, non_blocking=True)
+        if stream:
+            leaving.append((stream.record_event(), data))
+            _wait_for_copies(leaving, _BEHIND)
 
     def fetch(self) -> None:
         """Start the copy to the device, unless it is there or not needed any more."""
         if self.uses and self.there is None:
+            # From the current stream's memory, so that it takes the place of what was freed there.
+            self.there = torch.empty_like(self.here, device=self.device, pin_memory=False)
+            if self.stream:
+                self.stream.wait_stream(torch.accelerator.current_stream())
             with self.stream or nullcontext():
-                self.there = self.here.to(self.device, non_blocking=True)
+                self.there.copy_(self.here, non_blocking=True)
             self.arrived = self.stream.record_event() if self.stream else None
 
     def take(self) -> torch.UntypedStorage:
         """Return the storage on the device, and fetch the next ones; the last use forgets it."""
+        _wait_for_copies(self.leaving, 0)
         following: _OnHost | None = self
         for _ in range(1 + _AHEAD):
             if following:
@@ -52,12 +71,17 @@ class _OnHost:
         self.uses -= 1
         assert there is not None
         if self.arrived:
-            current = torch.accelerator.current_stream()
-            current.wait_event(self.arrived)
-            there.record_stream(current)
+            torch.accelerator.current_stream().wait_event(self.arrived)
         if not self.uses:
             self.there = None
         return there.untyped_storage()
+
+
+def _wait_for_copies(leaving: Leaving, most: int) -> None:
+    """Let later computes wait until all but `most` of the storages have left, and free those."""
+    while len(leaving) > most:
+        torch.accelerator.current_stream().wait_event(leaving[0][0])
+        leaving.popleft()
 
 
 class HostActivations:
@@ -68,6 +92,7 @@ class HostActivations:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._leaving: Leaving = deque()
 
     def hooks(self) -> saved_tensors_hooks:
         """Return the hooks of one forward."""
@@ -84,7 +109,7 @@ class HostActivations:
             place = x.storage_offset(), x.shape, x.stride()
             key = storage.data_ptr(), x._version
             if key not in known or known[key][0].expired():
-                newest = _OnHost(storage, self._stream, newest)
+                newest = _OnHost(storage, self._stream, newest, self._leaving)
                 known[key] = StorageWeakRef(storage), newest
             saved = known[key][1]
             saved.uses += 1

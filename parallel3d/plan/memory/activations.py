@@ -7,6 +7,7 @@ from typing import NamedTuple
 from parallel3d.model.recompute import FULL, Recompute
 from parallel3d.plan.layers.placement import StageLayers, cost_of, recompute_of
 from parallel3d.plan.layers.weight_counts import weights_of_kind
+from parallel3d.plan.memory.states import page_locked
 from parallel3d.plan.setting import RankShare
 
 GATHERED = 3
@@ -147,5 +148,6 @@ def stage_activations(
         BackwardMoment(0, working + ending, working if part.ends else 0, 0),
         produced,
         moments,
-        moved_bytes,
+        # Each tensor is rounded, and most have the size of the hidden states or a few times that.
+        moved_bytes * page_locked(hidden) // hidden,
     )

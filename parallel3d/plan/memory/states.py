@@ -45,6 +45,11 @@ class StateBytes(NamedTuple):
     nvme: int
 
 
+def page_locked(num_bytes: int) -> int:
+    """Return the bytes of page-locked host memory, which torch rounds to a power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
 def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     """Return the bytes of weights, gradients and optimizer states for weights of sizes `s`."""
     work = setting.workload
@@ -77,8 +82,7 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     bucket = 0
 
     def locked(num_bytes: int) -> int:
-        """Return the bytes of page-locked host memory, which torch rounds to a power of two."""
-        return num_bytes if on_cpu or not num_bytes else 1 << (num_bytes - 1).bit_length()
+        return num_bytes if on_cpu else page_locked(num_bytes)
 
     def in_groups(elements: int, size: int) -> int:
         """Return the bytes of one locked buffer for each of ZeRO-3's groups of parameters."""

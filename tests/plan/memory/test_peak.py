@@ -359,6 +359,17 @@ def test_page_locked_memory_comes_in_powers_of_two(zero, group):
     assert on_cpu.host == others + sum(locked) < memory.host < 2 * on_cpu.host
 
 
+@pytest.mark.parametrize(("seq", "locked"), [(1024, 1024), (1280, 2048)])
+def test_activations_on_the_host_come_in_powers_of_two(seq, locked):
+    """Each tensor is locked by itself; most have the hidden states' size, or a few times that."""
+    layers = MODELS[1024, 14, True]
+    setting = new_setting(layers, 1024, Shape(1, seq), 1, zero_stage=0, precision="bf16")
+    setting = changed(setting, offload_activations=True)
+    saved = sum(x.cost(Shape(1, seq)).saved.bytes(2, fused_norms=True) for x in layers[1:-1])
+    (memory,) = per_rank(setting, A100)
+    assert memory.host == pytest.approx(saved * locked / seq, rel=1e-3)
+
+
 def test_full_recomputation_saves_nothing_with_split_backwards():
     """What W needs of a linear layer is its input, and the gradient of what it gave."""
     layers = gpt(64, 6, vocab_size=256, seq=64)
