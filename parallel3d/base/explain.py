@@ -21,7 +21,7 @@ _WORDING = {
     "float_type": ("must be a number", "write a number without quotes"),
     "finite_number": ("must be finite", "write a finite number"),
     "bool_type": ("must be true or false", "write true or false without quotes"),
-    "string_type": ("must be a string", "put it in double quotes"),
+    "string_type": ("must be a string", "write a text in double quotes"),
     "tuple_type": ("must be a list", "write [...]"),
     "too_long": ("has too many items", "write exactly {max_length}"),
     "string_too_short": ("must not be empty", "write a name"),
@@ -170,6 +170,9 @@ def _problems_of(detail: ErrorDetails, raw: object, root: type[Section]) -> Iter
         elif detail["type"] == "model_type" and field and (block := _section_of(field.annotation)):
             needed = [f'"{n}": ...' for n, f in block.model_fields.items() if f.is_required()]
             remedy = f"write {{{', '.join(needed) or '...'}}}"
+        elif value is None and field and not field.is_required():
+            default, _ = _written(field)
+            remedy = f"leave it out, which means {default}, or {remedy}"
         yield Problem(path, value, rule, remedy)
 
 

@@ -43,6 +43,8 @@ NO_NAMES = [
 ]
 # path, value, and what the message must say beside path and value: the rule and the remedy
 BAD = [
+    (f"{P3D}.data.tokenizer", None, "must be a string", 'leave it out, which means "train"'),
+    (f"{P3D}.train.seed", None, "must be an integer", "leave it out, which means 0"),
     # types
     (STEPS, "many", "must be an integer", "write a whole number"),
     (STEPS, "1.5", "must be an integer", "write a whole number"),

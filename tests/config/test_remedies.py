@@ -24,7 +24,7 @@ EXAMPLES = {
     "write a number": 0.5,
     "write a finite number": 0.5,
     "write true or false": False,
-    "put it in double quotes": "text",
+    "write a text in double quotes": "text",
 }
 # What a remedy leaves to the reader, who knows the purpose: a test cannot choose for him.
 OPEN = re.compile(
@@ -87,7 +87,10 @@ def edits_of(problem: Problem) -> Iterator[dict[str, object] | None]:
             yield {path: REMOVED}
         elif words == "none":
             yield {path: "none"}
-        elif alternative.startswith("remove it") or words == "sequence_parallel = false":
+        elif (
+            alternative.startswith(("remove it", "leave it out"))
+            or words == "sequence_parallel = false"
+        ):
             yield (
                 {path: REMOVED}
                 if words != "sequence_parallel = false"
