@@ -155,6 +155,7 @@ class Engine:
             self._find_matrices(optimizer)
         zero = self.deepspeed.optimizer
         updating.share_with_weights(zero)
+        updating.leave_overflow_to_norm(zero)
         streams.prioritize_reductions(zero)
         if settings.shards_parameters:
             streams.keep_gradients_until_reduced(zero)

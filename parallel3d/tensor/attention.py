@@ -12,7 +12,7 @@ from parallel3d.config.arithmetic import block_tokens
 from parallel3d.model.module_cost import BLOCK
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dealt import is_fused
-from parallel3d.tensor.documents import attend_documents, in_one_kernel
+from parallel3d.tensor.documents import attend_documents, in_one_kernel, use_flash_3, uses_flash_3
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.recompute import run_again
 from parallel3d.tensor.segments import Segments, undealt_block
@@ -138,6 +138,17 @@ def describe_kernel(kernel: SDPBackend) -> str:
     )
 
 
+def prefer_flash_3(stages: nn.Module, device: torch.device, *, isolated: bool) -> None:
+    """Use FlashAttention-3 for documents and windows where torch has it.
+
+    It has no dropout, and takes the place of FlashAttention-2 in the whole process.
+    """
+    layers = [m for m in stages.modules() if isinstance(m, CausalAttention)]
+    is_used = isolated or any(layer.window is not None for layer in layers)
+    if is_used and not any(layer.dropout.p for layer in layers):
+        use_flash_3(device)
+
+
 def log_kernel(
     stages: nn.Module,
     say: Say,
@@ -170,10 +181,10 @@ def log_kernel(
         for heads in (q_heads, kv_heads, kv_heads)
     )
     has_window = layer.window is not None and layer.window < seq
-    kernel = SDPBackend.FLASH_ATTENTION
-    fits_one_kernel = in_one_kernel(q, layer.dropout.p)
-    if not (fits_one_kernel and (isolated or has_window)):
-        rows = q[:, :, :BLOCK] if has_window else q
-        mask = q.new_empty(rows.shape[2], seq) if has_window else None
-        kernel = kernel_of(rows, k, v, layer.dropout.p, mask)
-    say(describe_kernel(kernel))
+    if (isolated or has_window) and in_one_kernel(q, layer.dropout.p):
+        name = describe_kernel(SDPBackend.FLASH_ATTENTION)
+        say(f"{name} 3" if uses_flash_3() else name)
+        return
+    rows = q[:, :, :BLOCK] if has_window else q
+    mask = q.new_empty(rows.shape[2], seq) if has_window else None
+    say(describe_kernel(kernel_of(rows, k, v, layer.dropout.p, mask)))

@@ -4,6 +4,7 @@ The work grows with the squares of the documents' lengths, not of the sequence l
 window in proportion to the lengths.
 """
 
+from contextlib import suppress
 from functools import cache, partial
 from inspect import signature
 from typing import Any
@@ -123,6 +124,24 @@ def _has_kernel(device: torch.device) -> bool:
         and torch.cuda.get_device_capability(device) >= (8, 0)
         and _kernel() is not None
     )
+
+
+def use_flash_3(device: torch.device) -> None:
+    """Let torch's flash attention be FlashAttention-3 in this process, if it is installed.
+
+    It needs Hopper and the package flash_attn_interface, and has neither dropout nor, for every
+    size, a deterministic backward.
+    """
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if is_hopper and not torch.are_deterministic_algorithms_enabled():
+        with suppress(Exception):  # no such package, or one that this torch does not take
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+
+
+def uses_flash_3() -> bool:
+    """Return True if flash attention is FlashAttention-3 in this process."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return current is not None and current() == "FA3"
 
 
 @cache

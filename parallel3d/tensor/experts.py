@@ -23,7 +23,7 @@ from parallel3d.tensor.cut import CutModule, cut_of, cut_parameter
 from parallel3d.tensor.pointwise import swiglu
 from parallel3d.tensor.product import Product, linear
 
-_ALIGNMENT = 16  # bytes; torch's grouped product needs strides that are multiples of it
+_ALIGNMENT = 16  # bytes; torch's grouped product needs strides and addresses in multiples of it
 
 
 class PartialLinear(CutModule):
@@ -259,8 +259,16 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     m = b.shape[-1]
     aligned = all(size * a.element_size() % _ALIGNMENT == 0 for size in (n, m))
     if aligned and a.dtype != torch.float64:
-        return F.grouped_mm(a, b, offs=ends)
+        return F.grouped_mm(_at_alignment(a), _at_alignment(b), offs=ends)
     groups = [slice(start, end) for start, end in pairwise([0, *ends.tolist()])]
     if b.dim() == 2:
         return torch.stack([a[:, group] @ b[group] for group in groups])
     return torch.cat([a[group] @ matrix for group, matrix in zip(groups, b, strict=True)])
+
+
+def _at_alignment(x: Tensor) -> Tensor:
+    """Return x, or a copy where its first element can be addressed by the kernel's copy engine.
+
+    A weight is a view into ZeRO's flat group, behind parameters of any size.
+    """
+    return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()

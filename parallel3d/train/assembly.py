@@ -16,6 +16,7 @@ from parallel3d.pipeline.executor import Evaluator, Executor
 from parallel3d.pipeline.stages import BuiltStages, build_stages
 from parallel3d.schedule.schedule import Schedule, add_sharding
 from parallel3d.schedule.schedules import make_evaluation, make_schedule
+from parallel3d.tensor.attention import prefer_flash_3
 from parallel3d.tensor.compiled import mode_on
 
 _log = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ def build(
         overlap=own.train.overlap,
         compiles=mode_on(mesh.device, own.train.compile),
     )
+    prefer_flash_3(stages.module, mesh.device, isolated=own.data.isolate_documents)
     return layers, shape, schedule, stages
 
 

@@ -46,7 +46,7 @@ MORE = {
     "zero1 often": (1, OFTEN, {}, NORM_12),
     "zero2": (2, ONCE, {}, NORM_12),
     "zero2 often": (2, OFTEN, {}, NORM_12),
-    "zero2 bf16": (2, {"precision": "bf16"}, {}, {OVERFLOW_12: 1, **NORM_12}),
+    "zero2 bf16": (2, {"precision": "bf16"}, {}, NORM_12),
     "zero2 fp16": (2, {"precision": "fp16"}, {}, {OVERFLOW_12: 1, **NORM_12}),
     "zero3 often": (
         3,

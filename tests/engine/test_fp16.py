@@ -7,6 +7,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from deepspeed.runtime.utils import has_inf_or_nan
+from deepspeed.runtime.zero import stage_1_and_2
 
 from parallel3d.engine.quirks import fp16
 from parallel3d.verify.local_ranks import RankFailed, run_locally
@@ -243,6 +245,31 @@ def test_stages_diverge_without_agreement_over_the_mesh():
     first, second = run_locally(train, 2, case, (1, 1), scale_each_rank_by_itself)
     assert [r.applied for _, r, _ in second] == [True, False, True]
     assert [r.applied for _, r, _ in first] == [True, True, True]
+
+
+@contextmanager
+def counting_looks():
+    """Count DeepSpeed's looks at single gradients for what is not finite."""
+    with patch.object(stage_1_and_2, "has_inf_or_nan", wraps=has_inf_or_nan) as looks:
+        yield
+        assert looks.call_count == 0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "offload"),
+    [((1, 2, 1), 1, "none"), ((2, 1, 1), 2, "cpu"), ((1, 1, 2), 0, "none")],
+    ids=str,
+)
+def test_norm_alone_skips_a_step_of_bf16(mesh, stage, offload):
+    settings = {"batch": 8, "microbatches": 2, "precision": "bf16", "steps": 4}
+    case = Case(mesh, zero_stage=stage, offload=offload, **settings)
+    ranks = run_locally(train, 2, case, (2, 1), counting_looks)
+    for steps in ranks:
+        results = [result for _, result, _ in steps]
+        assert results == [result for _, result, _ in ranks[0]]
+        assert [r.applied for r in results] == [True, True, False, True]
+        assert results[2].norm == float("inf") and not results[2].overflow
+        assert [move > 0 for *_, move in steps] == [True, True, False, True]
 
 
 def test_bf16_has_no_loss_scale():

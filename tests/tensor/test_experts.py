@@ -1,6 +1,7 @@
 """Grouped products of experts' tokens, and their order, against loops over experts."""
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -58,6 +59,22 @@ def test_kernel_is_used_if_strides_are_aligned(monkeypatch):
     assert used == [1]
     grouped_product(torch.randn(8, 6), torch.randn(4, 6, 8), ENDS)
     assert used == [1]
+
+
+def test_kernel_gets_aligned_addresses():
+    """At ZeRO-0 to 2 a weight lies in a flat group behind parameters of any size."""
+    kernel = experts_module.F.grouped_mm
+    flat = torch.randn(1 + 4 * 16 * 8)
+    weight = flat[1:].view(4, 16, 8)  # 4 bytes behind an aligned address
+    rows = torch.randn(8 * 16 + 1)[1:].view(8, 16)
+
+    def aligned(a, b, offs):
+        assert a.data_ptr() % 16 == b.data_ptr() % 16 == 0
+        return kernel(a, b, offs=offs)
+
+    with patch.object(experts_module.F, "grouped_mm", aligned):
+        y = grouped_product(rows, weight, ENDS)
+    assert torch.equal(y, grouped_product(rows.clone(), weight.clone(), ENDS))
 
 
 def run(experts, x, chosen, weights):

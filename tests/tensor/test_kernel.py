@@ -8,8 +8,16 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.tensor.attention import CausalAttention, describe_kernel, kernel_of, log_kernel
+from parallel3d.tensor import attention as attention_module
+from parallel3d.tensor.attention import (
+    CausalAttention,
+    describe_kernel,
+    kernel_of,
+    log_kernel,
+    prefer_flash_3,
+)
 from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.documents import uses_flash_3
 from parallel3d.tensor.random_key import RandomKey
 from parallel3d.tensor.segments import Segments
 from tests.counting import Calls
@@ -76,6 +84,35 @@ def test_kernel_of_the_layer_with_the_widest_window_is_logged(context):
     with Calls() as ran:
         layers[1](q, q[:, :2], q[:, :2])
     assert sum("flash_attention" in name for name in ran.names) == 3
+
+
+def test_documents_use_flash_attention_3_where_torch_has_it(context, monkeypatch):
+    """Not beside dropout, which it lacks: its kernel takes the place of the other one, too."""
+    activated = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    device = torch.device("cuda")
+    plain = attend(0.0, context, heads=(4, 2))
+    masked = attend(0.1, context, heads=(4, 2))
+    for stages, isolated in (([plain], False), ([plain, masked], True)):
+        prefer_flash_3(nn.Sequential(*stages), device, isolated=isolated)
+    assert activated == []
+    prefer_flash_3(plain, device, isolated=True)
+    assert activated == ["FA3"]
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    prefer_flash_3(plain, device, isolated=True)  # torch has it, but not the package
+    assert not uses_flash_3()
+
+
+def test_kernel_of_documents_is_logged(context, monkeypatch):
+    monkeypatch.setattr(attention_module, "in_one_kernel", lambda q, p: True)
+    logged = []
+    sizes = {"batch": 2, "seq": 16, "dtype": torch.bfloat16, "device": CPU, "isolated": True}
+    for has_third in (False, True):
+        monkeypatch.setattr(attention_module, "uses_flash_3", lambda has=has_third: has)
+        log_kernel(attend(0.0, context, heads=(4, 2)), logged.append, **sizes)
+    assert logged == [f"kernel  attention runs as flash{version}" for version in ("", " 3")]
 
 
 def test_kernel_of_dealt_tokens_is_logged(context):

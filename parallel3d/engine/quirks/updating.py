@@ -90,6 +90,22 @@ def asking_before_update(
         yield refused
 
 
+def leave_overflow_to_norm(optimizer: ZeROOptimizer) -> None:
+    """Make ZeRO-1 and 2 in bf16 look at the norm alone for gradients that are not finite.
+
+    DeepSpeed looks at each gradient before: a dozen operators each, two collectives, and a wait of
+    the host. The norm carries what is not finite, and such a step is then skipped alike, as in fp32
+    and at ZeRO-3. Without DeepSpeed's `check_grad_overflow` it would update the weights.
+    """
+    if optimizer.dtype == torch.bfloat16 and not hasattr(optimizer, "fp16_groups"):
+        optimizer.check_overflow = _keep
+        optimizer.update_offload_overflow_tracker = _keep
+
+
+def _keep(*_: object, **__: object) -> None:
+    """Leave what was found as it is."""
+
+
 def group_of(optimizer: ZeROOptimizer, index: int) -> int:
     """Return the parameter group of a flat master; ZeRO-3 splits large groups into several."""
     groups = getattr(optimizer, "sub_group_to_group_id", None)
