@@ -16,6 +16,7 @@ from parallel3d.mesh.transfer import Transfer
 from parallel3d.pipeline.clock import DeviceClock
 from parallel3d.schedule.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.collectives import all_reduce
+from parallel3d.tensor.loss import watch_hits
 from parallel3d.tensor.random_key import RandomKey
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.side_loss import SideLosses
@@ -71,6 +72,8 @@ class Flow:
     """The loss of each microbatch, divided so that their sum is the mean loss."""
     token_losses: dict[int, Tensor] = field(default_factory=dict)
     """In an evaluation: each token's loss, [batch, seq], for each microbatch."""
+    token_hits: dict[int, Tensor] = field(default_factory=dict)
+    """In an evaluation: whether each label is the likeliest token, [batch, seq]."""
 
 
 def _ignore(action: Action, message: Tensor) -> None:
@@ -104,7 +107,7 @@ class ProgramRunner(ABC):
         self.mesh = mesh
         self.engine = engine
         self._key = key
-        self._hidden_shape = hidden_shape
+        self.hidden_shape = hidden_shape
         self._make_schedule = make_schedule
         self._schedules = {schedule.num_microbatches: schedule}
         self.last_stage = schedule.num_stages - 1
@@ -210,7 +213,7 @@ class ProgramRunner(ABC):
 
     def _receive(self, receive: Action) -> Tensor:
         buffer = torch.empty(
-            self._hidden_shape, dtype=self.engine.settings.dtype, device=self.mesh.device
+            self.hidden_shape, dtype=self.engine.settings.dtype, device=self.mesh.device
         )
         peer = self.schedule.pp_coord_of_stage[receive.other_end.stage]
         self.flow.arriving[receive] = self.mesh.irecv(buffer, peer, self._tag(receive))
@@ -397,18 +400,21 @@ class Evaluator(ProgramRunner):
     """Evaluates: executes a program of forwards, and keeps nothing for a backward."""
 
     token_losses: Tensor | None = None
+    token_hits: Tensor | None = None
 
     def run(self, batch: list[Microbatch]) -> Tensor:
         """Run the program over one batch.
 
         Return the mean loss [] on the device, or 0 on ranks without the last stage. Ranks with the
-        last stage set `token_losses` [microbatches, batch, seq].
+        last stage set `token_losses` [microbatches, batch, seq], and `token_hits` of that shape:
+        True where the label is the likeliest token.
         """
         self._begin(batch, 0)
         with self._timing():
             self._run_program("an evaluation")
         if self.flow.token_losses:
             self.token_losses = torch.stack([self.flow.token_losses[m] for m in range(len(batch))])
+            self.token_hits = torch.stack([self.flow.token_hits[m] for m in range(len(batch))])
         return self._mean_loss()
 
     def _forward(self, stage: int, microbatch: int) -> None:
@@ -417,9 +423,11 @@ class Evaluator(ProgramRunner):
         assert x is not None, "the first stage needs tokens"
         if stage == self.last_stage:
             assert own.labels is not None, "the last stage needs labels"
-            losses = self.engine.evaluate(stage, x, own.labels, own.segments)  # [batch, seq]
+            with watch_hits() as hits:
+                losses = self.engine.evaluate(stage, x, own.labels, own.segments)  # [batch, seq]
             assert losses.shape == own.labels.shape, "a head returns token losses in evaluation"
             self.flow.token_losses[microbatch] = losses
+            self.flow.token_hits[microbatch] = hits[-1]
             self.flow.losses.append(losses.mean() / len(self.batch))
             return
         output = self.engine.evaluate(stage, x, None, own.segments)

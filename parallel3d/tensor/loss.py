@@ -5,6 +5,7 @@ Backward then recomputes the logits of each, which adds a third to the head's pr
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,24 @@ from parallel3d.tensor.weight_gradients import (
 )
 
 _ROWS = 2**25  # elements of a weight's gradient that are added at a time if dtypes differ
+
+
+_hits: list[Tensor] | None = None
+
+
+@contextmanager
+def watch_hits() -> Iterator[list[Tensor]]:
+    """Collect, for each loss inside, True where the label is the likeliest token: [...] as labels.
+
+    Of tokens that are equally likely, each is the likeliest.
+    """
+    global _hits
+    assert _hits is None
+    _hits = []
+    try:
+        yield _hits
+    finally:
+        _hits = None
 
 
 def local_ids(tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -88,6 +107,8 @@ class _Loss(torch.autograd.Function):
         sums = torch.stack((total * scale, picked))
         context.note_part(sums)
         total, picked = all_reduce(sums, group)
+        if _hits is not None:
+            _hits.append((picked == 0).view(labels.shape))  # it is relative to the highest logit
         ctx.context = context
         ctx.weight = weight
         ctx.bias = bias

@@ -3,7 +3,7 @@
 They are built in pinned memory, so that each step's copy runs while the host goes on.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,13 +46,108 @@ class _Step(NamedTuple):
     """The documents of an evaluation's labels: [microbatches, batch, seq]."""
 
 
+class Cutter:
+    """Cuts the samples of a dp coordinate into a rank's microbatches.
+
+    A rank gets the arrays that its stages use: the first stage tokens, the last stage labels, each
+    stage the segments. Each cp rank gets its tokens of every sample.
+    """
+
+    def __init__(self, config: CompleteConfig, mesh: Mesh, schedule: Schedule) -> None:
+        own = config.parallel3d
+        owners = schedule.pp_coord_of_stage
+        coord = mesh.pipeline.coord
+        used = {"tokens": owners[0] == coord, "labels": owners[-1] == coord}
+        self.kinds = [name for name, is_used in used.items() if is_used]
+        self.isolates = own.data.isolate_documents
+        self.needs_segments = self.isolates or mesh.context.size > 1
+        self._model = own.model
+        self._size = config.micro_batch_size
+        self._context = mesh.context
+        self._mesh = mesh
+
+    def nothing(self, numbers: Sequence[int], length: int) -> _Step:
+        """Return the part of a rank that uses no sample."""
+        shape = (len(numbers), 0, self._size, length)
+        return _Step(self._readable(np.empty(shape, dtype=np.int64)), numbers)
+
+    def cut(
+        self,
+        numbers: Sequence[int],
+        arrays: Mapping[str, np.ndarray],
+        documents: np.ndarray,
+        *,
+        weights: np.ndarray | None = None,
+        labelled: np.ndarray | None = None,
+    ) -> _Step:
+        """Return this rank's part of samples, [samples, seq] each.
+
+        - `numbers`: of the microbatches.
+        - `arrays`: tokens and labels.
+        - `documents`: the document of each token, if they are isolated; else 0.
+        - `weights`: of the labels. `labelled`: the documents of an evaluation's labels.
+        """
+        length = documents.shape[1]
+        cp = self._context
+        places: np.ndarray | None = None
+        if cp.size > 1:
+            most_keys = models.most_keys(self._model, length)
+            places = deal(documents, cp.size, most_keys)  # [samples, cp, seq / cp]
+
+        def own(array: np.ndarray) -> np.ndarray:
+            """Return this rank's tokens of the samples, cut into microbatches."""
+            if places is not None:
+                array = np.take_along_axis(array, places[:, cp.coord], axis=1)
+            return array.reshape(len(numbers), self._size, -1)
+
+        step = self.nothing(numbers, length)
+        if self.kinds:
+            used = np.stack([own(arrays[kind]) for kind in self.kinds], axis=1)
+            step = step._replace(arrays=self._readable(used))
+        if self.needs_segments:
+            cut = torch.from_numpy(documents.reshape(len(numbers), self._size, length))
+            if places is None:
+                segments = map(Segments.of, cut)
+            else:
+                shape = (len(numbers), self._size, cp.size, -1)
+                dealt = torch.from_numpy(places.reshape(shape))
+                segments = map(partial(Segments.of, group=cp.group), cut, dealt)
+            step = step._replace(segments=tuple(segments))
+        if "labels" in self.kinds and weights is not None:
+            step = step._replace(weights=self._readable(own(weights)))
+        if "labels" in self.kinds and labelled is not None:
+            step = step._replace(documents=self._readable(own(labelled)))
+        return step
+
+    def microbatches(self, step: _Step) -> list[Microbatch]:
+        """Return the microbatches of a step, on the device."""
+        fields: dict[str, Iterable[Any]] = {"number": step.numbers}
+        fields |= zip(self.kinds, self.on_device(step.arrays).unbind(1), strict=True)
+        if step.segments:
+            fields["segments"] = [s.on(self._mesh.device) for s in step.segments]
+        if step.weights is not None:
+            fields["weights"] = self.on_device(step.weights)
+        rows = zip(*fields.values(), strict=True)
+        return [Microbatch(**dict(zip(fields, row, strict=True))) for row in rows]
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Start copying a tensor to the device."""
+        return tensor.to(self._mesh.device, non_blocking=True)
+
+    def _readable(self, array: np.ndarray) -> torch.Tensor:
+        """Return an array as a tensor in pinned memory, from any thread."""
+        tensor = torch.from_numpy(array)
+        if self._mesh.device.type == "cpu":
+            return tensor
+        with torch.accelerator.device_index(self._mesh.device.index):  # a new thread uses device 0
+            return tensor.pin_memory()
+
+
 class Feed:
     """The samples of a corpus, cut into microbatches for one dp coordinate.
 
-    A rank gets the arrays that its stages use: the first stage tokens, the last stage labels, each
-    stage the segments. Each cp rank gets its tokens of every sample. A thread builds
-    `data.read_ahead` steps of training ahead until `close`. Raises RankError if samples cannot be
-    read.
+    A thread builds `data.read_ahead` steps of training ahead until `close`. Raises RankError if
+    samples cannot be read.
     """
 
     def __init__(
@@ -65,13 +160,7 @@ class Feed:
         self._config = config
         self._mesh = mesh
         self._end_of_text = corpus.end_of_text
-        owners = schedule.pp_coord_of_stage
-        coord = mesh.pipeline.coord
-        used = {"tokens": owners[0] == coord, "labels": owners[-1] == coord}
-        self._kinds = [name for name, is_used in used.items() if is_used]
-        self._isolates = data.isolate_documents
-        self._context = mesh.context
-        self._segments = self._isolates or mesh.context.size > 1
+        self._cutter = Cutter(config, mesh, schedule)
         self._most_keys = models.most_keys(own.model, length)
         fim = Fim.of(data.fim, corpus, seed)
         self._batches = Batches(corpus.train, length, seed, fim)
@@ -86,7 +175,8 @@ class Feed:
         for _ in range(self._config.data.read_ahead + 1):
             starts.append(starts[-1] + self._config.batch_size_at(starts[-1]))
         with _naming(start, starts[1]):
-            return self._cut(self._ahead.take(start, starts[1:-1], self._say_waiting))
+            step = self._ahead.take(start, starts[1:-1], self._say_waiting)
+            return self._cutter.microbatches(step)
 
     def evaluation(
         self, samples: EvaluationSamples, start: int
@@ -97,8 +187,8 @@ class Feed:
         """
         with _naming(start, start + self._config.global_batch_size):
             step = self._step(samples.batches, start, self._config.num_microbatches, samples)
-        documents = None if step.documents is None else self._on_device(step.documents)
-        return self._cut(step), documents
+        documents = None if step.documents is None else self._cutter.on_device(step.documents)
+        return self._cutter.microbatches(step), documents
 
     def padding(self, start: int) -> int:
         """Return the padding in tokens of the step that begins at sample `start`, on all ranks."""
@@ -127,12 +217,10 @@ class Feed:
         """Build a step; with `samples` the labels' documents too."""
         self._files.check()
         config = self._config
-        size = self._config.micro_batch_size
-        shape = num_microbatches, size, config.data.sequence_length
-        nothing = np.empty((shape[0], 0, *shape[1:]), dtype=np.int64)
+        cutter = self._cutter
         numbers, runs = self._share(start, num_microbatches)
-        if not self._kinds and not self._segments:
-            return _Step(self._readable(nothing), numbers)
+        if not cutter.kinds and not cutter.needs_segments:
+            return cutter.nothing(numbers, config.data.sequence_length)
         if config.data.balance_microbatches and samples is None:
             numbers, runs = self._balanced(batches, start, num_microbatches)
 
@@ -142,42 +230,21 @@ class Feed:
             return [np.concatenate(arrays) for arrays in zip(*of_runs, strict=True)]
 
         tokens, labels = read(batches.microbatch)
-        arrays = {"tokens": tokens, "labels": labels}
         documents: np.ndarray = np.zeros_like(tokens)
-        places: np.ndarray | None = None
-        if self._isolates and batches.is_packed:
+        if cutter.isolates and batches.is_packed:
             documents = read(batches.places)[2]
-        elif self._isolates and batches.by_bounds:
+        elif cutter.isolates and batches.by_bounds:
             documents = np.concatenate([batches.documents(*run) for run in runs])
-        elif self._isolates:
+        elif cutter.isolates:
             documents = documents_of(tokens, self._end_of_text)
-        cp = self._context
-        if cp.size > 1:
-            places = deal(documents, cp.size, self._most_keys)  # [samples, cp, seq / cp]
-
-        def own(array: np.ndarray) -> np.ndarray:
-            """Return this rank's tokens of the samples, cut into microbatches."""
-            if places is not None:
-                array = np.take_along_axis(array, places[:, cp.coord], axis=1)
-            return array.reshape(*shape[:2], -1)
-
-        used = [own(arrays[kind]) for kind in self._kinds]
-        step = _Step(self._readable(np.stack(used, axis=1) if used else nothing), numbers)
-        if self._segments:
-            cut = torch.from_numpy(documents.reshape(shape))
-            if places is None:
-                segments = map(Segments.of, cut)
-            else:
-                dealt = torch.from_numpy(places.reshape(*shape[:2], cp.size, -1))
-                segments = map(partial(Segments.of, group=cp.group), cut, dealt)
-            step = step._replace(segments=tuple(segments))
-        if "labels" in self._kinds and batches.weighs:
-            weights = own(np.concatenate([batches.weights(*run) for run in runs]))
-            step = step._replace(weights=self._readable(weights))
-        if "labels" in self._kinds and samples is not None:
-            labelled = own(samples.documents(*runs[0]))
-            step = step._replace(documents=self._readable(labelled))
-        return step
+        weights = None
+        labelled = None
+        if "labels" in cutter.kinds and batches.weighs:
+            weights = np.concatenate([batches.weights(*run) for run in runs])
+        if "labels" in cutter.kinds and samples is not None:
+            labelled = samples.documents(*runs[0])
+        arrays = {"tokens": tokens, "labels": labels}
+        return cutter.cut(numbers, arrays, documents, weights=weights, labelled=labelled)
 
     def _share(self, start: int, num_microbatches: int) -> tuple[Sequence[int], list[_Run]]:
         """Return the numbers of this dp coordinate's microbatches, and their samples: one run."""
@@ -205,28 +272,6 @@ class Feed:
         shards = self._batches.shards
         if shards and shards.waiting_for:
             pulse.doing(f"waiting for the shard {shards.waiting_for}")
-
-    def _cut(self, step: _Step) -> list[Microbatch]:
-        fields: dict[str, Iterable[Any]] = {"number": step.numbers}
-        fields |= zip(self._kinds, self._on_device(step.arrays).unbind(1), strict=True)
-        if step.segments:
-            fields["segments"] = [s.on(self._mesh.device) for s in step.segments]
-        if step.weights is not None:
-            fields["weights"] = self._on_device(step.weights)
-        rows = zip(*fields.values(), strict=True)
-        return [Microbatch(**dict(zip(fields, row, strict=True))) for row in rows]
-
-    def _readable(self, array: np.ndarray) -> torch.Tensor:
-        """Return an array as a tensor in pinned memory, from any thread."""
-        tensor = torch.from_numpy(array)
-        device = self._mesh.device
-        if device.type == "cpu":
-            return tensor
-        with torch.accelerator.device_index(device.index):  # a new thread uses device 0
-            return tensor.pin_memory()
-
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._mesh.device, non_blocking=True)
 
 
 @contextmanager

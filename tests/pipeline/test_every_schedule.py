@@ -209,7 +209,7 @@ def swap_on_rank(rank, seconds):
     with pytest.raises(ScheduleError):
         validate(bad)
     old = trainer.executor
-    executor = Executor(bad, old.mesh, old.engine, key=old._key, hidden_shape=old._hidden_shape)
+    executor = Executor(bad, old.mesh, old.engine, key=old._key, hidden_shape=old.hidden_shape)
     trainer.mesh.set_timeouts(seconds)
     start = time.monotonic()
     try:
