@@ -1,4 +1,4 @@
-"""Imports of `parallel3d/extras/guard` by a run that wants it, and by no other run."""
+"""Imports of `parallel3d/extras/guard` and `tasks` by a run that wants them, and by no other."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -8,7 +8,9 @@ from parallel3d.base.say import Say
 
 if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the folder are checked
     from parallel3d.checkpoint.places import Place
+    from parallel3d.config import RunConfig
     from parallel3d.config.parallel3d_block import CheckpointConfig
+    from parallel3d.extras.tasks.score import Tasks
     from parallel3d.mesh.mesh import Mesh
     from parallel3d.mesh.nodes import Nodes
     from parallel3d.train.assembly import Assembly
@@ -46,3 +48,12 @@ def observers_of(start: "Start", mesh: "Mesh", parts: "Assembly") -> "list[Obser
     from parallel3d.extras.guard.recomputation_check import RecomputationCheck
 
     return [RecomputationCheck(config, mesh, parts, start.position)]
+
+
+def load_tasks(config: "RunConfig", mesh: "Mesh") -> "Tasks | None":
+    """Load the tasks of `train.evaluate_tasks`, if there are any; raise ConfigError. Collective."""
+    if not config.train.evaluate_tasks.tasks:
+        return None
+    from parallel3d.extras.tasks.score import Tasks
+
+    return Tasks(config.train.evaluate_tasks.tasks, mesh)

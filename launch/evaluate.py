@@ -18,7 +18,11 @@ from parallel3d.train.claim import resolve_config
 from parallel3d.train.ending import StopRequest, end_with, join, meet_at_the_end
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from parallel3d.config import ResolvedConfig
     from parallel3d.data.evaluation_samples import SetLoss
+    from parallel3d.mesh.mesh import Mesh
 
 ALL = 10**12  # more samples than any set has
 SHOWN = ("loss", "standard_error", "tokens", "perplexity", "bits_per_byte")  # keys of a set in JSON
@@ -46,6 +50,8 @@ def evaluate(
     mesh = join(config, launch)
     console = terminal.console(True)
     console.quiet = mesh.rank != 0
+    if args.tasks:
+        return score(args, config, mesh, checkpoint, stop, console)
     losses = evaluate_checkpoint.evaluate(config, mesh, checkpoint, stop, console)
     if losses is not None and mesh.rank == 0:
         if args.json:
@@ -56,6 +62,24 @@ def evaluate(
                 print(f"{name:<{width}}  {loss.in_words()}")
     meet_at_the_end(mesh)
     return STOPPED if losses is None else DONE
+
+
+def score(
+    args: argparse.Namespace,
+    config: "ResolvedConfig",
+    mesh: "Mesh",
+    checkpoint: Path,
+    stop: StopRequest,
+    console: "Console",
+) -> int:
+    """Score the checkpoint on tasks and print the scores; return the exit code."""
+    from parallel3d.extras.tasks.score import in_words, score_checkpoint
+
+    scores = score_checkpoint(config, mesh, checkpoint, args.tasks, stop, console)
+    if scores is not None and mesh.rank == 0:
+        print(json.dumps({"tasks": scores}) if args.json else "\n".join(in_words(scores)))
+    meet_at_the_end(mesh)
+    return STOPPED if scores is None else DONE
 
 
 def numbers(loss: "SetLoss") -> dict[str, float | None]:
@@ -77,6 +101,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_config(required=False)
     text = 'samples of each set, or "all" (default: train.evaluate_samples of the config)'
     add("--samples", type=number_of_samples, metavar="N", help=text)
+    text = "score on these tasks of lm_eval instead: names, or task files (docs/after-training.md)"
+    add("--tasks", nargs="+", metavar="NAME_OR_FILE", help=text)
     parser.add_json()
     return parser.parse_known_args()
 

@@ -42,6 +42,7 @@ def train(
     console = Console(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
+    tasks = guards.load_tasks(config, mesh)
     start = find_start(requested, config, mesh, claimed, console, guards.open_places)
     settings = EngineSettings.from_config(start.config)
     self_test(settings, mesh, console.print)
@@ -53,6 +54,8 @@ def train(
         saver = saver_of(start, mesh, parts, console.print)
         stop.hold(start.folder if mesh.rank == 0 else None, output.close)
         watching = guards.observers_of(start, mesh, parts)
+        if tasks:
+            watching.append(tasks.observer(start, parts, stop=stop, progress=output.progress))
         trainer = observed_trainer(
             start, mesh, parts, output=output, saver=saver, stop=stop, guards=watching
         )

@@ -1,6 +1,7 @@
 """The "parallel3d" block: mesh, pipeline, model, data, training and output."""
 
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -25,8 +26,10 @@ from parallel3d.base.section import (
     PathText,
     Positive,
     PositiveCount,
+    Problem,
     Section,
     Share,
+    Strings,
     Tokens,
     expand_path,
 )
@@ -251,6 +254,19 @@ class ProfileConfig(Section):
     tensor coordinate (those of dp 0)."""
 
 
+class TasksConfig(Section):
+    """When to score a run on tasks, which needs the extra `tasks` (docs/after-training.md)."""
+
+    every: NaturalCount = 0
+    """Steps between scores; 0 scores only after the last step."""
+    tasks: Strings = ()
+    """Names of tasks of lm_eval, and task files (.yaml); without any nothing is scored."""
+
+    def _problems(self) -> Iterable[Problem]:
+        if self.every and not self.tasks:
+            yield Problem("tasks", [], "is empty", 'name tasks, such as ["arc_easy", "mine.yaml"]')
+
+
 class CheckBitsConfig(Section):
     """When to compare the bits of what several ranks hold."""
 
@@ -329,6 +345,8 @@ class TrainConfig(Section):
     weights, where those are (4 bytes a parameter over the shards); null keeps none. It is evaluated
     beside the weights (`held_out_loss_ema` in metrics.jsonl) and exported by `convert export --ema`
     (docs/after-training.md)."""
+    evaluate_tasks: TasksConfig = TasksConfig()
+    """Scores on tasks of the library lm_eval."""
     stop_after: PositiveCount | None = None
     """Save and stop after this step. The learning-rate schedule still spans the full run."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"

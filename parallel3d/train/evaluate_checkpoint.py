@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from parallel3d.checkpoint.manifest import STATE, TOKENIZER, read_state
 from parallel3d.checkpoint.on_disk import verify_on_all_ranks
 from parallel3d.checkpoint.places import FoundCheckpoint
 from parallel3d.checkpoint.safe_files import tokenizer_digest
-from parallel3d.config import ResolvedConfig, RunConfig
+from parallel3d.config import CompleteConfig, ResolvedConfig, RunConfig
 from parallel3d.config.normalise import apply_overrides
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare_progress import shown_progress
@@ -30,6 +30,7 @@ from parallel3d.mesh.nodes import find_nodes
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.model.config import ModelConfig
 from parallel3d.pipeline.executor import Evaluator
+from parallel3d.schedule.schedule import Schedule
 from parallel3d.schedule.schedules import make_evaluation
 from parallel3d.train.assembly import build, hidden_shape
 from parallel3d.train.ending import StopRequest
@@ -132,7 +133,34 @@ def evaluate(
             '--data.validation \'{"mine": {"source": "text", "paths": '
             '["mine/*.txt"]}}\''
         )
-    config = config.with_corpus(corpus.vocab_size, len(corpus.train))
+    complete = config.with_corpus(corpus.vocab_size, len(corpus.train))
+    with (
+        open_evaluator(complete, mesh, checkpoint, corpus, console) as (evaluator, schedule),
+        closing(Feed(complete, mesh, corpus, schedule)) as feed,
+        nullcontext(no_progress) if console.quiet else shown_progress() as progress,
+    ):
+        stop.hold(None)
+        evaluation = Evaluation(
+            complete,
+            mesh,
+            corpus=corpus,
+            feed=feed,
+            evaluator=evaluator,
+            stop=stop,
+            progress=progress,
+        )
+        return evaluation.run()
+
+
+@contextmanager
+def open_evaluator(
+    config: CompleteConfig, mesh: Mesh, checkpoint: Path, corpus: Corpus, console: Console
+) -> Iterator[tuple[Evaluator, Schedule]]:
+    """Yield an evaluator with a checkpoint's weights, and the schedule of its stages; collective.
+
+    Raises CheckpointError if the checkpoint cannot be used, or is of another tokenizer than the
+    corpus.
+    """
     pulse.doing("comparing the checkpoint's hashes")
     folder = Path(on_first(mesh, lambda: str(checkpoint)))
     try:
@@ -146,11 +174,7 @@ def evaluate(
     pulse.doing("reading the weights")
     load_weights(source, stages.held, mesh, layers=layers)
     console.print(f"weights of {source.folder}")
-    with (
-        closing(ForwardEngine(stages.module, settings, mesh)) as engine,
-        closing(Feed(config, mesh, corpus, schedule)) as feed,
-        nullcontext(no_progress) if console.quiet else shown_progress() as progress,
-    ):
+    with closing(ForwardEngine(stages.module, settings, mesh)) as engine:
         evaluator = Evaluator(
             make_evaluation(schedule),
             mesh,
@@ -158,17 +182,7 @@ def evaluate(
             key=stages.key,
             hidden_shape=hidden_shape(config.mesh, shape, config.model.hidden_size),
         )
-        stop.hold(None)
-        evaluation = Evaluation(
-            config,
-            mesh,
-            corpus=corpus,
-            feed=feed,
-            evaluator=evaluator,
-            stop=stop,
-            progress=progress,
-        )
-        return evaluation.run()
+        yield evaluator, schedule
 
 
 def refuse_other_text(source: FoundCheckpoint, corpus: Corpus, say: Say) -> None:

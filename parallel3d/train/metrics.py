@@ -54,6 +54,9 @@ class StepMetrics:
     tokens, documents and bits_per_byte. The loss of "held_out" is also written as held_out_loss.
     With train.ema the average of the weights is evaluated too: "held_out_ema" and held_out_loss_ema
     belong to it."""
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Only after steps of train.evaluate_tasks: for each task its metrics, and their standard
+    errors as METRIC_stderr."""
     loss_scale: float | None = None
     """Only in fp16. If the gradients of a step overflow, it is skipped and grad_norm is null."""
     role_lr: dict[str, float] = field(default_factory=dict)
@@ -126,6 +129,7 @@ _SOMETIMES = (
     "side_losses",
     "part_epochs",
     "gradient_noise",
+    "scores",
     "loss_scale",
     "checkpoint_stall_seconds",
 )

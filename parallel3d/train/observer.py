@@ -43,6 +43,8 @@ class Step:
     """False if the update was left out."""
     gradient_noise: Mapping[str, float] = field(default_factory=dict)
     validation: Losses = field(default_factory=dict)
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Task -> metric -> value, if the run was scored on tasks."""
 
 
 class Rewind(TrainingError):

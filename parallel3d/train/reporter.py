@@ -167,6 +167,7 @@ class Reporter(Observer):
             gradient_noise=dict(step.gradient_noise),
             part_epochs=self._feed.epochs(step.end.next_sample),
             validation=step.validation,
+            scores=step.scores,
             loss_scale=step.done.loss_scale if self.config.fp16.enabled else None,
             checkpoint_stall_seconds=self._saving.take_stall() if self._saving else None,
         )

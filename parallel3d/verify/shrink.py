@@ -133,6 +133,7 @@ def shrink(
         "evaluate_samples": -(-batch // 2) if is_long else 3 * batch // 2,  # the last is half full
         "stop_after": None,
         "noise_scale_every": 0,
+        "evaluate_tasks": {},
         "digest_every": 0,
         "check_bits": {},
         "lr_schedule": _small_schedule(kind, extent.steps),

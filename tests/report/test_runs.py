@@ -188,3 +188,37 @@ def refusal(command, *words):
     code, printed = command(*words)
     assert code == BAD_INPUT and printed.err.startswith("report: ") and not printed.out
     return printed.err
+
+
+def test_scores_on_tasks_are_drawn_over_steps(tmp_path, monkeypatch):
+    folder = run_in(tmp_path / "run")
+    *lines, _ = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for row in (rows[4], rows[9]):
+        row["scores"] = {
+            "questions": {"acc": row["step"] / 20, "acc_stderr": 0.01},
+            "texts": {"perplexity": 30.0 - row["step"]},
+        }
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = runs.read(folder)
+    assert run.scores() == {
+        "questions, acc": [(5, 0.25, 0.01), (10, 0.5, 0.01)],
+        "texts, perplexity": [(5, 25.0, 0.0), (10, 20.0, 0.0)],
+    }
+    drawn = []
+    from matplotlib.axes import Axes
+
+    errorbar = Axes.errorbar
+
+    def noted(self, steps, values, errors, **options):
+        drawn.append((options["label"], steps, values, errors))
+        return errorbar(self, steps, values, errors, **options)
+
+    monkeypatch.setattr(Axes, "errorbar", noted)
+    page, plots = runs.page([run], [runs.planned(run, None)], {})
+    assert "scores" in plots
+    assert drawn == [
+        ("questions", (5, 10), (0.25, 0.5), (0.01, 0.01)),
+        ("texts", (5, 10), (25.0, 20.0), (0.0, 0.0)),
+    ]
+    assert rows_of(page)["questions, acc"] == ["0.5000"]

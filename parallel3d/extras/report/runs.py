@@ -57,6 +57,19 @@ class Run:
         names = dict.fromkeys(name for _, sets in rows for name in sets)
         return {n: [(at, sets[n]["loss"]) for at, sets in rows if n in sets] for n in names}
 
+    def scores(self) -> dict[str, list[tuple[int, float, float]]]:
+        """Return steps, values and standard errors (or 0) of each "TASK, METRIC"."""
+        curves: dict[str, list[tuple[int, float, float]]] = {}
+        for step in self.steps:
+            for task, metrics in step.get("scores", {}).items():
+                for metric, value in metrics.items():
+                    if value is not None and not metric.endswith("_stderr"):
+                        error = metrics.get(f"{metric}_stderr") or 0.0
+                        curves.setdefault(f"{task}, {metric}", []).append(
+                            (step["step"], value, error)
+                        )
+        return curves
+
     @property
     def launches(self) -> list[Line]:
         """The events of its launches, oldest first; empty for a run without a journal."""
@@ -183,6 +196,11 @@ def pictures(runs: Sequence[Run], plans: Plans) -> Plots:
                 "Learning rate, and global gradient norm before clipping",
             ),
         }
+        if any(run.scores() for run in runs):
+            drawn["scores"] = (
+                _scores(plt, runs),
+                "Scores on tasks over steps, with standard errors; one row for each metric",
+            )
         if known := [run for run in runs if run.memory()]:
             caption = "Peak memory of each rank; black lines: the plan"
             if any(run.newest_launch.get("device") == "cpu" for run in known):
@@ -211,6 +229,25 @@ def _losses(plt: ModuleType, runs: Sequence[Run]) -> Any:
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     axes.xaxis.set_major_formatter(_tick)
     axes.legend(ncols=1 + len(axes.get_legend_handles_labels()[1]) // 8)
+    return figure
+
+
+def _scores(plt: ModuleType, runs: Sequence[Run]) -> Any:
+    """Draw the scores of all tasks, those of one metric in one row: their scales differ."""
+    each = [(run, name, points) for run in runs for name, points in run.scores().items()]
+    metrics = list(dict.fromkeys(name.rpartition(", ")[2] for _, name, _ in each))
+    size = (5.4, 1.2 + 1.6 * len(metrics))
+    figure, grid = plt.subplots(len(metrics), 1, sharex=True, squeeze=False, figsize=size)
+    for axes, metric in zip(grid[:, 0], metrics, strict=True):
+        own = [row for row in each if row[1].rpartition(", ")[2] == metric]
+        for (run, name, points), color in zip(own, cycle(_COLORS), strict=False):
+            steps, values, errors = zip(*points, strict=True)
+            task = name.rpartition(", ")[0]
+            label = f"{run.name}, {task}" if len(runs) > 1 else task
+            axes.errorbar(steps, values, errors, marker="o", ms=3, color=color, label=label)
+        axes.set_ylabel(metric)
+        axes.legend()
+    grid[-1, 0].set_xlabel("steps")
     return figure
 
 
@@ -317,6 +354,7 @@ def _results(runs: Sequence[Run]) -> Part:
             "tokens": count(last["tokens"]),
             "training loss": f"{_last_losses(run).mean():.4f}",
             **{f"loss of {name}": f"{loss:.4f}" for name, loss in sets.items()},
+            **{name: f"{points[-1][1]:.4f}" for name, points in run.scores().items()},
             "tokens/s": f"{run.measured('tokens_per_second'):,.0f}",
             "MFU": "-" if mfu != mfu else f"{100 * mfu:.1f} %",
             f"mesh, {'×'.join(WITHOUT_CP)}": " → ".join(meshes),
