@@ -77,7 +77,7 @@ BUDGET = {
     "parallel3d/extras/doctor": 2_000,
     "parallel3d/extras/foreign": 15_500,
     "parallel3d/extras/guard": 6_400,
-    "parallel3d/extras/report": 2_800,
+    "parallel3d/extras/report": 3_000,
     "parallel3d/extras/scaling": 28_700,
     "parallel3d/extras/tasks": 2_300,
     "parallel3d/huggingface": 7_900,

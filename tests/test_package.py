@@ -68,7 +68,10 @@ def test_models_have_one_import_name():
 
 # Packages that come with a dependency which imports them itself, and those of an extra.
 COMES_WITH = {"cpuinfo": "deepspeed", "fsspec": "datasets", "pydantic_core": "pydantic"}
-OF_EXTRAS = {"scipy": ("parallel3d/extras/scaling",)}
+OF_EXTRAS = {
+    "lm_eval": ("parallel3d/extras/tasks",),
+    "scipy": ("parallel3d/extras/scaling",),
+}
 DISTRIBUTION = {"yaml": "pyyaml"}
 
 

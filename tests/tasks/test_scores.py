@@ -30,11 +30,11 @@ TOLERANCE = 1e-4
 
 def requests_of(results):
     """The responses to each request of each task, in order."""
-    found = {}
+    outcome = {}
     for name, samples in results["samples"].items():
         ordered = sorted(samples, key=lambda sample: sample["doc_id"])
-        found[name] = [response for sample in ordered for response in sample["resps"]]
-    return found
+        outcome[name] = [response for sample in ordered for response in sample["resps"]]
+    return outcome
 
 
 GREEDY = "texts of the model's own"
@@ -89,10 +89,10 @@ def score_on_rank(rank, words, greedy, plants):
         responses = {}
 
         def with_samples(lm, tasks, responses=responses, **options):
-            found = evaluate(lm, tasks, **options | {"log_samples": True})
-            responses.update(requests_of(found))
+            outcome = evaluate(lm, tasks, **options | {"log_samples": True})
+            responses.update(requests_of(outcome))
             responses[GREEDY] = [(response,) for response in lm._loglikelihood_tokens(greedy)]
-            return found
+            return outcome
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(library, "evaluate", with_samples)
@@ -154,16 +154,16 @@ def scored(run, mesh, expected, plants=(nothing,), **settings):
     for name, value in given.items():
         words += [f"--{name}", value]
     ranks = run_locally(score_on_rank, pp * dp * tp, words, expected[2], plants)
-    found = []
+    outcome = []
     for code, printed, responses in ranks[0]:
         assert code == DONE, printed
-        found.append((responses, json.loads(printed)["tasks"]))
-    return found
+        outcome.append((responses, json.loads(printed)["tasks"]))
+    return outcome
 
 
-def compare(found, expected):
+def compare(outcome, expected):
     """Compare each response and each score with those of lm_eval's own model."""
-    responses, scores = found
+    responses, scores = outcome
     their_responses, their_scores, _ = expected
     assert responses.keys() == their_responses.keys()
     for name, own in responses.items():
@@ -179,14 +179,14 @@ def compare(found, expected):
 
 
 def test_log_likelihoods_are_those_of_lm_evals_own_model(run, expected):
-    (found,) = scored(run, (2, 1, 2), expected)
-    compare(found, expected)
+    (outcome,) = scored(run, (2, 1, 2), expected)
+    compare(outcome, expected)
 
 
 def test_planted_bugs_are_seen(run, expected):
     plants = (nothing, predict_one_later, count_padding, forget_the_order)
-    found, *wrong = scored(run, (1, 2, 1), expected, plants)
-    compare(found, expected)
+    outcome, *wrong = scored(run, (1, 2, 1), expected, plants)
+    compare(outcome, expected)
     for result in wrong:
         with pytest.raises(AssertionError):
             compare(result, expected)
@@ -195,8 +195,8 @@ def test_planted_bugs_are_seen(run, expected):
 @pytest.mark.slow  # the two above have every axis
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 2, 2)])
 def test_log_likelihoods_on_every_mesh(run, expected, mesh):
-    (found,) = scored(run, mesh, expected)
-    compare(found, expected)
+    (outcome,) = scored(run, mesh, expected)
+    compare(outcome, expected)
 
 
 @pytest.mark.slow
@@ -211,8 +211,8 @@ def test_log_likelihoods_on_every_mesh(run, expected, mesh):
     ],
 )
 def test_log_likelihoods_with_every_setting(run, expected, mesh, settings):
-    (found,) = scored(run, mesh, expected, **settings)
-    compare(found, expected)
+    (outcome,) = scored(run, mesh, expected, **settings)
+    compare(outcome, expected)
 
 
 FILES = {
