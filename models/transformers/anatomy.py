@@ -6,8 +6,8 @@ As a command it reads the fields of a config.json and prints the facts as JSON (
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -16,9 +16,11 @@ from typing import Any
 from torch import nn
 from transformers import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.model.spec import CutOver, Init, ParamSpec
+from parallel3d.models.pretrained import NEUTRAL
 from parallel3d.models.transformers.facts import Facts, Sizes, Sparse, Unsupported, answer
 from parallel3d.models.transformers.initial_values import recorded
 from parallel3d.models.transformers.plans import ROW
@@ -27,12 +29,10 @@ from parallel3d.models.transformers.routed import routers_of
 from parallel3d.models.transformers.skeleton import Skeleton, named_biases
 from parallel3d.models.transformers.spec import Config
 
-# Fields of every config.json that are no setting of the architecture.
+_TYPO = 0.9  # difflib's ratio of a misspelt field
+# Fields of every config.json that are no setting of the architecture, and earlier names.
 _GENERAL = (
-    "model_type",
-    "architectures",
-    "transformers_version",
-    "torch_dtype",
+    "auto_map",
     "rope_theta",
     "rope_scaling",
     "partial_rotary_factor",
@@ -50,11 +50,10 @@ def settings_of(config: str) -> Any:
     text = default.get_text_config()
     if text is not default and not default.is_encoder_decoder:
         raise Unsupported(f'has more than a text model; its text model is a "{text.model_type}"')
-    known = {*default.to_dict(), *chosen.attribute_map, *_GENERAL}
-    others = {name for name in fields if name not in known and not name.startswith("_")}
     own = {name: value for name, value in fields.items() if name not in ("model_type",)}
     try:
-        settings = chosen(**own)
+        with _quiet():
+            settings = chosen(**own)
     # Broad: each class checks its fields in its own way.
     except Exception as error:
         named = re.search(r"field '(\w+)'", str(error))
@@ -62,14 +61,44 @@ def settings_of(config: str) -> Any:
         reason = str(error).splitlines()[-1].strip()
         text = f"is refused by {chosen.__name__}: {reason}"
         raise Unsupported(text, where, "change its fields") from None
-    for name in fields:  # a class keeps a field that it does not know, and takes an old name's
-        if name in others and fields[name] is not None and hasattr(settings, name):
+    known = _known_to(settings)
+    for name in _unknown(fields, settings):
+        if get_close_matches(name, known, n=1, cutoff=_TYPO):
             raise Unsupported(f"is no field of a {kind}", name, _near(name, known))
     settings.use_cache = False
     # Broad: some classes check their fields in a way of their own.
     with suppress(Exception):  # in pretraining every token counts
         settings.pad_token_id = None
     return settings
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep to ourselves what a class of configs remarks on fields that training does not read."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _known_to(settings: Any) -> set[str]:
+    """Return the names of the fields that a class of configs has, by the defaults of its own."""
+    default = type(settings)()
+    own = {name for name in default.to_dict() if not name.startswith("_")}
+    return {*own, *default.attribute_map, *NEUTRAL, *_GENERAL}
+
+
+def _unknown(fields: Mapping[str, object], settings: Any) -> list[str]:
+    """Return the fields with a value that a class of configs does not have, but keeps.
+
+    Published files have many: those of an earlier version, of code beside them, of other programs.
+    The class has taken those that it does not keep for others, whose earlier names they are.
+    """
+    known = _known_to(settings)
+    named = {name for name, value in fields.items() if value is not None and name not in known}
+    return sorted(name for name in named if name[:1] != "_" and hasattr(settings, name))
 
 
 def _near(name: str, known: Iterable[str]) -> str:
@@ -162,6 +191,7 @@ def find(config: str) -> Facts:
         attention_dropout=max((call.dropout for call in calls), default=0.0),
         sparse=tuple(sparse),
         balance=skeleton.balance,
+        unknown=tuple(_unknown(json.loads(config), skeleton.settings)),
     )
 
 

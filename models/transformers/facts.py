@@ -22,7 +22,7 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.lock import Lock
 from parallel3d.model.spec import Init, ParamSpec
 
-FORM = 10
+FORM = 11
 """The number of this form of the facts; a file of another form is written anew."""
 ANY_VOCABULARY = 1000
 """Rows of the table with which the parts of a model are found: the true ones may not be known."""
@@ -85,6 +85,7 @@ class Facts:
     - `sparse`: the experts of each layer.
     - `balance`: the coefficient of the balance loss that the model adds to the loss; 0: it adds
       none.
+    - `unknown`: the fields of the config.json that its class does not have.
     """
 
     sizes: Sizes
@@ -98,6 +99,7 @@ class Facts:
     attention_dropout: float
     sparse: tuple[Sparse, ...]
     balance: float
+    unknown: tuple[str, ...]
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> "Facts":
@@ -114,6 +116,7 @@ class Facts:
             attention_dropout=found["attention_dropout"],
             sparse=tuple(Sparse(*own) for own in found["sparse"]),
             balance=found["balance"],
+            unknown=tuple(found["unknown"]),
         )
 
 

@@ -40,8 +40,8 @@ class MixedWithMeta(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise Unsupported(
-                f"draws random numbers ({func.__name__}), which would depend on the mesh; set its "
-                "probabilities of dropout to 0"
+                f"draws random numbers ({func.__name__}), which would depend on the mesh",
+                remedy="set its probabilities of dropout to 0, or use another model",
             )
         tree_map(look, (args, kwargs))
         if any(seen) and not all(seen):

@@ -14,15 +14,6 @@ MODEL_TYPES: dict[str, tuple[str, ...]] = {}
 FREE: dict[str, str] = {}
 # Fields of the file, its tokenizer and how it is used, which an export has from elsewhere.
 _NOT_OF_THE_MODEL = {*NEUTRAL, "auto_map"} - {"model_type"}
-# Fields of published files that transformers does not read, with values that say what it does.
-_SAID_TWICE = {
-    "ep_size": (1,),
-    "moe_layer_freq": (1,),
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
-    "seq_aux": (True, False),
-    "aux_loss_alpha": (0.001, 0.0001, 0.0),
-}
 
 
 def model_block(config: Mapping[str, object]) -> dict[str, object]:
@@ -32,8 +23,7 @@ def model_block(config: Mapping[str, object]) -> dict[str, object]:
         raise Problems(problems)
     fields = {}
     for name, value in config.items():
-        is_said_twice = value in _SAID_TWICE.get(name, ())
-        if name not in _NOT_OF_THE_MODEL and name[:1] != "_" and not is_said_twice:
+        if name not in _NOT_OF_THE_MODEL and name[:1] != "_":
             fields[name] = value
     try:
         facts_of(json.dumps(fields | {"vocab_size": ANY_VOCABULARY}, sort_keys=True))

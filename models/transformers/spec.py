@@ -85,6 +85,17 @@ class Config(ImportedSection):
         return ("core_attn",)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """A line about the fields of the config.json that its class does not have."""
+        if not self.facts.unknown:
+            return ()
+        kind = json.loads(self.config).get("model_type")
+        return (
+            f"parallel3d.model.config: unknown to transformers' class for {kind}, and handed to it "
+            f"as they are: {', '.join(self.facts.unknown)}",
+        )
+
+    @property
     def json_of_model(self) -> str:
         """The fields of the config.json with the vocabulary, as JSON."""
         return self._json_with(vocab_size(self))

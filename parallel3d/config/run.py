@@ -107,6 +107,7 @@ class RunConfig(RunSettings):
             # Valid settings are compared with each other, too, to report all errors at once.
             problems += checks.find_problems(explain.sound_settings(raw, problems, RunSettings))
             raise Problems(problems, source) from None
+        notes += getattr(settings.parallel3d.model, "notes", ())
         config = _in_phase(settings, RunConfig, notes=tuple(notes))
         if config.train.batch_schedule and config.train_batch_size is None:
             first = config.train.batch_schedule[0][1]

@@ -12,6 +12,7 @@ from transformers.masking_utils import (
 )
 
 from parallel3d.base.section import Problems
+from parallel3d.config import RunConfig
 from parallel3d.model.recompute import SUBLAYERS
 from parallel3d.models.transformers.attention import _window_of
 from parallel3d.models.transformers.facts import Unsupported
@@ -19,6 +20,7 @@ from parallel3d.models.transformers.spec import Config
 from parallel3d.plan.setting import Workload
 from tests.cases import Case
 from tests.models.architectures import VOCABULARY, small_config
+from tests.verify.configs import config_of
 
 pytestmark = pytest.mark.gloo
 
@@ -57,7 +59,10 @@ def test_reason(kind, reason):
             {"hiden_size": 3},
             'config.hiden_size = 3: is no field of a llama; the nearest one is "h',
         ),
-        ({"zzz": 1}, "config.zzz = 1: is no field of a llama; remove it"),
+        (
+            {"residual_dropout": 0.1, "model_type": "starcoder2"},
+            "which would depend on the mesh; set its probabilities of dropout to 0",
+        ),
         (
             {"model_type": "lama"},
             'config.model_type = "lama": is not known to transformers; t',
@@ -69,6 +74,19 @@ def test_unknown_field_is_named_with_its_remedy(changes, message):
     with pytest.raises(ValidationError) as error:
         Config.model_validate(model | {"config": model["config"] | changes})
     assert message in str(error.value)
+
+
+def test_fields_that_published_files_have_beside_those_of_the_class_are_noted():
+    """As in StarCoder2's and Phi-4-mini's: transformers keeps them, too."""
+    others = {"mlp_type": "default", "auto_map": {"AutoConfig": "x.Y"}, "pretraining_tp": 1}
+    model = model_of("starcoder2")
+    raw = config_of()
+    raw["parallel3d"] |= {
+        "model": model | {"config": model["config"] | others, "vocab_size": "auto"},
+        "data": {"sequence_length": 32},
+    }
+    (note,) = [line for line in RunConfig.from_dict(raw).notes if "model.config" in line]
+    assert note.endswith("for starcoder2, and handed to it as they are: mlp_type")
 
 
 def test_vocabulary_of_a_pasted_config_counts_unless_the_block_says_one():
