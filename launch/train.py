@@ -34,6 +34,7 @@ def train(
     from parallel3d.engine import EngineSettings
     from parallel3d.engine.selftest import self_test
     from parallel3d.train.assembly import assemble
+    from parallel3d.train.flight import record_collectives
     from parallel3d.train.observers import observed_trainer
     from parallel3d.train.output import Output, print_placement, print_summary, summarise
     from parallel3d.train.saving import saver_of
@@ -52,7 +53,8 @@ def train(
     with closing(Output(start, mesh, console)) as output:
         guards.leave_memory(start, mesh)
         saver = saver_of(start, mesh, parts, console.print)
-        stop.hold(start.folder if mesh.rank == 0 else None, output.close)
+        keep_records = partial(record_collectives, start.folder / "flight", mesh.rank)
+        stop.hold(start.folder if mesh.rank == 0 else None, output.close, keep_records)
         watching = guards.observers_of(start, mesh, parts)
         if tasks:
             watching.append(tasks.observer(start, parts, stop=stop, progress=output.progress))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.base.errors import RankError, TrainingError, pack_error, unpack_error
+from parallel3d.mesh.device_marks import DeviceMarks
 from parallel3d.mesh.groups import BACKEND, choose_backend, options_of
 from parallel3d.mesh.launch import Launch, describe_variables
 from parallel3d.mesh.pulse import rank as pulse
@@ -99,6 +100,8 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
             publish=lambda address: store.set("arbiter", address),
             fetch=lambda: store.get("arbiter").decode(),
         )
+        if device.type != "cpu":
+            pulse.follow(DeviceMarks(device))
         pulse.doing("making the process groups")
     dist.init_process_group(
         backend,

@@ -170,6 +170,8 @@ class ProgramRunner(ABC):
             if action.is_compute:
                 self._wait(action)
             pulse.doing(f"{action} of {name}")
+            if action.is_compute:
+                pulse.computing()
             with self._clock.measuring(action) if self._clock else nullcontext():
                 self.methods[action.op](action.stage, action.microbatch)
         with pulse.waiting("waiting until its messages are sent"):

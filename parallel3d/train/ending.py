@@ -50,6 +50,17 @@ _BY_SIGNAL = 1.0
 _BY_FILE = 2.0
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _try(last_act: Callable[[], None]) -> None:
+    """Call a function for at most three seconds: the main thread may hold a lock that it needs."""
+    acting = threading.Thread(target=last_act, daemon=True)
+    acting.start()
+    acting.join(3.0)
+
+
 def say(text: str) -> None:
     """Write one line to standard error in a single write."""
     sys.stderr.write(f"{mask(text)}\n")
@@ -65,6 +76,8 @@ class Ending:
     def __init__(self) -> None:
         self.launch = Launch(0, 1, 0)
         self.at_end: list[Callable[[], None]] = []
+        self.keep_records = _nothing
+        """Writes what helps to explain a fault; it may hang."""
         self.by_signal = False  # whether a signal to a rank has stopped the run, not its file STOP
 
     def leave(self, code: int) -> NoReturn:
@@ -101,9 +114,9 @@ class Ending:
         pulse.leave(outcome.code)
         self.by_signal = outcome.code == STOPPED
         print_outcome(outcome)
-        flushing = threading.Thread(target=flush, daemon=True)
-        flushing.start()
-        flushing.join(3.0)  # the main thread may hold a lock that it needs
+        _try(flush)
+        if outcome.code == FAILED:
+            _try(self.keep_records)
         self.leave(outcome.code)
 
     def on_shared_error(self, error: Exception) -> int:
@@ -134,6 +147,8 @@ class Ending:
         # The backend may notice a lost peer first, but only the arbiter knows which rank it was and
         # what it was doing.
         outcome = pulse.outcome_after_failed_collective() if lost else None
+        if lost and not (outcome and outcome.code == STOPPED):
+            _try(self.keep_records)
         if outcome:
             if outcome.code == STOPPED:
                 return self.on_request()
@@ -226,10 +241,6 @@ def _launches(line: list[str], program: list[str]) -> bool:
     return program in map(list, pairwise(names))
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class Stopped(BaseException):
     """Raised by a request to stop that comes before there is anything to save.
 
@@ -283,14 +294,20 @@ class StopRequest:
                 for s, handler in zip(SIGNALS, previous, strict=True):
                     signal.signal(s, handler)
 
-    def hold(self, folder: Path | None, flush: Callable[[], None] = _nothing) -> None:
+    def hold(
+        self,
+        folder: Path | None,
+        flush: Callable[[], None] = _nothing,
+        keep_records: Callable[[], None] = _nothing,
+    ) -> None:
         """Let a request wait for the end of a step from now on; raise Stopped if there was one.
 
         `folder` is the run's folder on the rank that checks it for the files STOP and SAVE, None on
-        others. `flush` closes the run's open files.
+        others. `flush` closes the run's open files; `keep_records` writes what explains a fault.
         """
         self._folder = folder
         self._flush = flush
+        self._end.keep_records = keep_records
         self._held = True
         if self.requested:  # the exception was swallowed, for example in a destructor
             self._held = False
@@ -351,6 +368,7 @@ class StopRequest:
                     deadline = time.monotonic() + _GRACE
                     if not self._held:
                         tell_of_request()
+            pulse.look_at_device()
             outcome = pulse.outcome()
             if outcome and (self._held or outcome.code != STOPPED):
                 self._end.on_outcome(outcome, self._flush)

@@ -4,6 +4,7 @@ The waits here are none of gloo's, which would fail as soon as a peer dies: as u
 thread hears of nothing.
 """
 
+import json
 import os
 import signal
 import socket
@@ -147,6 +148,7 @@ def hang(rank, at, seconds=1000.0):
 
 @pytest.mark.slow
 def test_one_is_late(config):
+    """Each rank leaves what torch recorded of its collectives."""
     run = Run(config, "late", (2, 1, 1), parallel3d__train__timeout_seconds=4)
     ended = run.start("", partial(hang, at="1B1 of step 3"))
     assert [end.code for end in ended] == [FAILED, FAILED], [end.log for end in ended]
@@ -156,6 +158,8 @@ def test_one_is_late(config):
         line
     )
     assert "; rank 0 waited (4 s are allowed)" in line
+    records = [json.loads(path.read_text()) for path in sorted(run.folder.glob("flight/rank-*"))]
+    assert len(records) == 2 and all(record["entries"] for record in records)
 
 
 @pytest.mark.slow

@@ -44,6 +44,12 @@ class Report(NamedTuple):
     """The exit code of a rank that ends by itself; None while it runs."""
     reason: str = ""
     """Why this rank ends, if the other ranks cannot know it."""
+    device: str = ""
+    """The action in which its device is, if that runs beside the host; "" if it has ended all."""
+    device_since: float = 0.0
+    """When the device was first seen there, by the reporter's clock."""
+    computes: bool = False
+    """True if the device waits for no other pipeline stage there."""
 
 
 class Finding(NamedTuple):
@@ -69,6 +75,8 @@ class _Rank:
     waited: float = 0.0
     """Seconds since it said that it waits."""
     gone: float = 0.0
+    stands: float = 0.0
+    """Seconds of its device at the same action."""
 
     @property
     def is_dead(self) -> bool:
@@ -104,6 +112,8 @@ class Arbiter:
             self.news = True
         if report.since != old.since:
             known.same = 0.0
+        if report.device_since != old.device_since:
+            known.stands = 0.0
         if report.state != STOPPED:
             known.stopped = 0.0
         known.report = report
@@ -131,6 +141,7 @@ class Arbiter:
             r.silent += passed
             if not is_held:
                 r.same += passed
+                r.stands = r.stands + passed if r.report.device else 0.0
             r.waited = r.waited + passed if r.report.waits else 0.0
             if r.is_dead:
                 r.gone += passed
@@ -195,7 +206,15 @@ class Arbiter:
         return f"{silent}: its machine or its network is down"
 
     def _late(self) -> Finding:
-        """Blame the rank that stands still without waiting, else the one that waits longest."""
+        """Blame the rank that stands still without waiting, else the one that waits longest.
+
+        Where devices run beside their hosts, these wait behind them, and the devices tell.
+        """
+        standing = [r for r in self.ranks.values() if r.runs and 0 < r.report.limit < r.stands]
+        if standing:
+            return self._late_device(standing[0].report.limit)
+        if any(r.report.device for r in self.ranks.values() if r.runs):
+            return Finding()  # they move
         waiting = [
             rank
             for rank, w in self.ranks.items()
@@ -211,6 +230,30 @@ class Arbiter:
         who = f"; {_ranks(others)} waited" if others else ""
         late = f"is late: {_at(r)} for {r.same:.0f} s{who} ({limit:.0f} s are allowed)"
         return Finding(f"rank {slowest} on {r.report.host} {late}", slowest)
+
+    def _late_device(self, limit: float) -> Finding:
+        """Blame a host that is behind its device, else the device that stands in a compute.
+
+        If no device computes, or several that wait for each other inside one, the link may be.
+        """
+        still = {n: r for n, r in sorted(self.ranks.items()) if r.runs and r.stands > limit / 2}
+        for number, r in sorted(self.ranks.items()):
+            is_ahead = r.report.waits or r.report.device
+            if r.runs and not is_ahead and r.same > limit / 2:
+                text = f"is late: {_at(r)} for {r.same:.0f} s, and its device has nothing to do"
+                return Finding(f"rank {number} on {r.report.host} {text}", number)
+        computing = {number: r for number, r in still.items() if r.report.computes}
+        named = computing or still
+        first = next(iter(named.values()))
+        where = f'at "{first.report.device}" for {first.stands:.0f} s ({limit:.0f} s are allowed)'
+        if len(computing) == 1:
+            number = next(iter(computing))
+            others = [n for n in still if n != number]
+            who = f"; the devices of {_ranks(others)} wait" if others else ""
+            text = f"is late: its device stands {where}{who}"
+            return Finding(f"rank {number} on {first.report.host} {text}", number)
+        guilty = "one of them, or the link between them" if computing else "the link between them"
+        return Finding(f"the devices of {_ranks([*named])} stand {where}: {guilty} is to blame")
 
     def _left(self, r: _Rank) -> str:
         code = r.report.left
@@ -228,7 +271,8 @@ class Arbiter:
         """Return the rank that has done the same thing longest; waiting ranks only if all wait."""
         ranks = self.ranks
         alive = [n for n, r in ranks.items() if r.report.left is None and not r.is_dead]
-        working = [n for n in alive if not ranks[n].report.waits]
+        # A host whose device stands may be held up in a launch.
+        working = [n for n in alive if not (ranks[n].report.waits or ranks[n].report.device)]
         return max(working or alive, key=lambda n: ranks[n].same, default=None)
 
     def _first_to_stand_still(self) -> str:

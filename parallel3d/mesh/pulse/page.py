@@ -35,6 +35,9 @@ class Page(ctypes.Structure):
     _fields_: ClassVar = [
         ("_since", ctypes.c_double),
         ("_waits", ctypes.c_bool),
+        ("_device", ctypes.c_char * 256),
+        ("_device_since", ctypes.c_double),
+        ("_computes", ctypes.c_bool),
         ("_doing", ctypes.c_char * 256),
         ("limit", ctypes.c_double),
         ("_reason", ctypes.c_char * 256),
@@ -60,6 +63,17 @@ class Page(ctypes.Structure):
     def doing(self) -> tuple[str, float, bool]:
         """The rank's action, its start (`time.monotonic`), and whether it waits for another."""
         return (self._doing.decode(errors="replace"), self._since, self._waits)
+
+    def stand(self, text: str, computes: bool) -> None:
+        """Record the action in which the rank's device is from now on; "" if it has ended all."""
+        self._device_since = time.monotonic()
+        self._computes = computes
+        self._device = text.encode()[:255]
+
+    @property
+    def device(self) -> tuple[str, float, bool]:
+        """The device's action, when it was first seen there, and whether it computes."""
+        return (self._device.decode(errors="replace"), self._device_since, self._computes)
 
     def leave(self, code: int, reason: str = "") -> None:
         """Record that the rank ends, its exit code, and the reason if no other rank knows it."""

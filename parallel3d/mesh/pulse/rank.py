@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from parallel3d.mesh.pulse.arbiter import Limits
 from parallel3d.mesh.pulse.listener import listen
@@ -29,6 +30,21 @@ _SENTRY = (
 
 _page: Page | None = None
 _text = ""
+
+
+class Marks(Protocol):
+    """Events at the ends of actions on a device that runs beside its host."""
+
+    def end(self, text: str, computes: bool) -> None:
+        """Mark the end of an action; `computes`: the device waits for no other stage in it."""
+
+    def standing(self) -> tuple[str, bool] | None:
+        """Return the device's action, and if it computes; None if it has ended all."""
+
+
+_marks: Marks | None = None
+_action = ("", False)  # what the host does, and if it computes
+_seen = ("", False)  # the same for the device, as last recorded
 
 
 def begin(
@@ -86,12 +102,44 @@ def begin(
     _page = page
 
 
+def follow(marks: Marks) -> None:
+    """Mark the ends of this rank's actions on its device from now on."""
+    global _marks
+    _marks = marks
+
+
+def look_at_device() -> None:
+    """Record where the device stands, for the arbiter; any thread."""
+    global _seen
+    if _page is None or _marks is None:
+        return
+    # Where the host waits for its device, that one is in the host's action.
+    now = _marks.standing() or (_action if _page.doing[2] else ("", False))
+    if now != _seen:
+        _seen = now
+        _page.stand(*now)
+
+
+def _do(text: str, waits: bool = False) -> None:
+    global _action
+    if _marks is not None:
+        _marks.end(*_action)
+    _action = text, False
+    if _page is not None:
+        _page.do(text, waits)
+
+
 def doing(text: str) -> None:
     """Record what this rank does from now on; main thread only."""
     global _text
     _text = text
-    if _page is not None:
-        _page.do(text)
+    _do(text)
+
+
+def computing() -> None:
+    """Record that the rank's device waits for no other pipeline stage in what it does."""
+    global _action
+    _action = _action[0], True
 
 
 @contextmanager
@@ -100,9 +148,9 @@ def waiting(what: str) -> Iterator[None]:
     if _page is None:
         yield
         return
-    _page.do(f"{_text}, {what}", waits=True)
+    _do(f"{_text}, {what}", waits=True)
     yield
-    _page.do(_text)  # not after an error: the page still shows the wait
+    _do(_text)  # not after an error: the page still shows the wait
 
 
 def outcome_after_failed_collective() -> Outcome | None:

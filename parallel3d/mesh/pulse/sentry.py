@@ -130,7 +130,8 @@ class Sentry:
             self._hang_up()
         if self._line is None and not self._outcome:
             self._call(now)
-        report = Report(self._host, state, *page.doing, page.limit, page.left, page.reason)
+        own = (*page.doing, page.limit, page.left, page.reason, *page.device)
+        report = Report(self._host, state, *own)
         same = self._sent and (report.state, report.left) == (self._sent.state, self._sent.left)
         if self._line and self._line.is_open and not (same and now < self._beat):
             self._beat = now + BEAT

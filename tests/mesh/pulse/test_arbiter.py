@@ -199,3 +199,64 @@ def test_rank_that_misses_a_failed_collective_is_late(play):
     seconds, blamed, text = play.run(3)
     assert (seconds <= 1, blamed) == (True, 1)
     assert 'rank 1 on a is late: at "1F0 of step 7" for 3' in text and "ranks 0, 2 waited" in text
+
+
+def stand(play, rank, text, computes=False, **host):
+    """Let a rank's device be in an action from now on, and its host in another."""
+    play.set(rank, device=text, device_since=play.now, computes=computes, since=play.now, **host)
+
+
+GATHER = {"doing": "gathering numbers of all ranks", "waits": True}
+LAUNCH = {"doing": "1F3 of step 7", "waits": False}  # its queue of kernels is full
+IN_COMPUTE = ("2F0 of step 7", True)
+AT_RECEIVE = ("1F2 of step 7, waiting for R1F3", False)
+AT_REDUCTION = ("reducing the gradients of step 7", False)
+
+
+@pytest.mark.parametrize("victim", [GATHER, LAUNCH])
+def test_device_in_a_compute_is_blamed_not_the_hosts_that_wait(play, victim):
+    """Hosts run ahead of their devices: the first to arrive at the step's end was blamed."""
+    stand(play, 0, *AT_REDUCTION, **GATHER)
+    play.run(1)
+    stand(play, 1, *AT_RECEIVE, **victim)
+    play.run(1)
+    stand(play, 2, *IN_COMPUTE, **GATHER)
+    seconds, blamed, text = play.run(400)
+    assert (296 <= seconds <= 301, blamed) == (True, 2)
+    assert text.startswith('rank 2 on b is late: its device stands at "2F0 of step 7" for 2')
+    assert text.endswith("; the devices of ranks 0, 1 wait")
+
+
+@pytest.mark.parametrize("host", [GATHER, LAUNCH])
+def test_link_is_blamed_if_no_device_computes(play, host):
+    for rank in range(3):
+        stand(play, rank, *AT_RECEIVE, **host)
+    _, blamed, text = play.run(400)
+    assert blamed is None
+    assert text.startswith("the devices of ranks 0, 1, 2 stand at ")
+    assert text.endswith("the link between them is to blame")
+
+
+def test_tensor_parallel_peers_are_named_together(play):
+    """They wait for each other inside a compute."""
+    stand(play, 0, *AT_RECEIVE, **GATHER)
+    for rank in (1, 2):
+        stand(play, rank, *IN_COMPUTE, **LAUNCH)
+    _, blamed, text = play.run(400)
+    assert blamed is None and text.startswith("the devices of ranks 1, 2 stand at ")
+    assert text.endswith("one of them, or the link between them is to blame")
+
+
+def test_late_host_is_blamed_before_the_device_of_its_peer(play):
+    stand(play, 0, *AT_RECEIVE, **GATHER)
+    stand(play, 1, *IN_COMPUTE, **LAUNCH)
+    stand(play, 2, "", doing="the batch of step 8", waits=False)
+    _, blamed, text = play.run(400)
+    assert blamed == 2 and 'at "the batch of step 8" for ' in text
+
+
+def test_devices_that_move_are_no_fault(play):
+    for moment in range(20):
+        for rank in range(3):
+            play.set(rank, device=f"1F{moment}", device_since=play.now, **GATHER)
+        assert play.run(100) is None
