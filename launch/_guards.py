@@ -50,6 +50,22 @@ def observers_of(start: "Start", mesh: "Mesh", parts: "Assembly") -> "list[Obser
     return [RecomputationCheck(config, mesh, parts, start.position)]
 
 
+def warn_of_slow_links(config: "RunConfig", mesh: "Mesh", say: Say) -> None:
+    """Measure the links between hosts if the ranks span several, and warn of slow ones.
+
+    Collective, and not longer than two seconds.
+    """
+    from parallel3d.mesh.nodes import find_nodes
+
+    nodes = find_nodes(mesh)
+    if len(set(nodes.machines)) == 1:
+        return
+    from parallel3d.extras.doctor.checks import slow_network
+
+    if text := slow_network(config, mesh, nodes):
+        say(text)
+
+
 def load_tasks(config: "RunConfig", mesh: "Mesh") -> "Tasks | None":
     """Load the tasks of `train.evaluate_tasks`, if there are any; raise ConfigError. Collective."""
     if not config.train.evaluate_tasks.tasks:

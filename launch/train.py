@@ -47,6 +47,7 @@ def train(
     start = find_start(requested, config, mesh, claimed, console, guards.open_places)
     settings = EngineSettings.from_config(start.config)
     self_test(settings, mesh, console.print)
+    guards.warn_of_slow_links(start.config, mesh, console.print)
     parts = assemble(start.config, mesh, say=console.print, settings=settings)
     print_placement(console, start.config, parts)
     restore(start, mesh, parts)

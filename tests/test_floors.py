@@ -81,7 +81,7 @@ BUDGET = {
     "parallel3d/extras/scaling": 28_700,
     "parallel3d/extras/tasks": 2_300,
     "parallel3d/huggingface": 7_900,
-    "parallel3d/mesh": 9_300,
+    "parallel3d/mesh": 9_800,
     "parallel3d/model": 6_100,
     "parallel3d/pipeline": 3_400,
     "parallel3d/plan": 23_500,

@@ -9,6 +9,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -23,6 +24,8 @@ from parallel3d.extras.doctor.checks import (
     check_hosts,
     check_links,
 )
+from parallel3d.launch import _guards
+from parallel3d.mesh import nodes as nodes_module
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes
 from parallel3d.verify.local_ranks import run_locally
@@ -231,3 +234,30 @@ def test_four_ranks_of_one_machine_pass(tmp_path):
     ended = doctor("--mesh.pp", "2", launcher=torchrun(4), folder=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "links: pp             ok" in ended.stdout and "links: dp" in ended.stdout
+
+
+def links_on_rank(rank, bandwidth):
+    """What a run says at its start of ranks on two hosts, beside a network of some bytes/s."""
+    link = hardware.Link.model_validate({"bandwidth": bandwidth, "latency": 1e-6})
+    described = hardware.load("H100-SXM5-80GB").model_copy(update={"network": link})
+    mesh = Mesh(dp=2)
+    said = []
+    start = time.monotonic()
+    with (
+        patch.object(checks, "described_hardware", lambda *_: described),
+        patch.object(nodes_module, "find_nodes", lambda _: Nodes(("a", "b"), ("A", "B"))),
+    ):
+        _guards.warn_of_slow_links(CONFIG, mesh, said.append)
+    seconds = time.monotonic() - start
+    with patch.object(checks, "slow_network", side_effect=AssertionError):
+        _guards.warn_of_slow_links(CONFIG, mesh, said.append)  # one host: nothing is measured
+    mesh.close()
+    return said, seconds
+
+
+@pytest.mark.parametrize(("bandwidth", "is_slow"), [(1e12, True), (1e3, False)])
+def test_run_over_several_hosts_warns_of_slow_links(bandwidth, is_slow):
+    for said, seconds in run_locally(links_on_rank, 2, bandwidth):
+        assert len(said) == is_slow and seconds < 5  # two, where the machine is idle
+        if is_slow:
+            assert "links: dp" in said[0] and "NCCL_SOCKET_IFNAME" in said[0]

@@ -280,6 +280,27 @@ def measure_links(
             )
 
 
+def slow_network(config: RunConfig, mesh: Mesh, nodes: Nodes) -> str:
+    """Return a warning if a group over several machines is slower than described, else "".
+
+    Collective; about two seconds. NCCL falls back to TCP in silence where a fabric is missing or
+    broken, and a run is then 20 times slower.
+    """
+    hardware = described_hardware(config, mesh.device)
+    pulse.doing("measuring the links between hosts")
+    groups = measure_links(mesh, nodes, hardware, Effort(seconds=0.1, copied_bytes=2**24))
+    slow = [
+        group
+        for group in groups
+        if group.num_machines > 1 and group.planned and SLOWER * group.rate < group.planned
+    ]
+    if not slow or hardware is None:
+        return ""
+    rows = check_links(slow, nodes, hardware.name)
+    words = [f"{row.name} {row.value}; {row.remedy}" for row in rows if row.name != "slow links"]
+    return f"WARNING: below a third of what is described: {'; '.join(words)}"
+
+
 def _message(size: int, pairs: Sequence[tuple[int, int]], mesh: Mesh) -> Callable[[], object]:
     """Return this rank's part of the messages from the first to the second rank of each pair."""
     tensor = torch.ones(size // 4, device=mesh.device)
