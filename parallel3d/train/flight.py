@@ -1,4 +1,4 @@
-"""What torch has recorded of a run's last collectives, for who looks for a fault afterwards."""
+"""Keep torch's record of a run's last collectives, to explain a fault afterwards."""
 
 from contextlib import suppress
 from pathlib import Path
