@@ -241,23 +241,23 @@ def links_on_rank(rank, bandwidth):
     link = hardware.Link.model_validate({"bandwidth": bandwidth, "latency": 1e-6})
     described = hardware.load("H100-SXM5-80GB").model_copy(update={"network": link})
     mesh = Mesh(dp=2)
-    said = []
+    lines = []
     start = time.monotonic()
     with (
         patch.object(checks, "described_hardware", lambda *_: described),
         patch.object(nodes_module, "find_nodes", lambda _: Nodes(("a", "b"), ("A", "B"))),
     ):
-        _guards.warn_of_slow_links(CONFIG, mesh, said.append)
+        _guards.warn_of_slow_links(CONFIG, mesh, lines.append)
     seconds = time.monotonic() - start
     with patch.object(checks, "slow_network", side_effect=AssertionError):
-        _guards.warn_of_slow_links(CONFIG, mesh, said.append)  # one host: nothing is measured
+        _guards.warn_of_slow_links(CONFIG, mesh, lines.append)  # one host: nothing is measured
     mesh.close()
-    return said, seconds
+    return lines, seconds
 
 
 @pytest.mark.parametrize(("bandwidth", "is_slow"), [(1e12, True), (1e3, False)])
 def test_run_over_several_hosts_warns_of_slow_links(bandwidth, is_slow):
-    for said, seconds in run_locally(links_on_rank, 2, bandwidth):
-        assert len(said) == is_slow and seconds < 5  # two, where the machine is idle
+    for lines, seconds in run_locally(links_on_rank, 2, bandwidth):
+        assert len(lines) == is_slow and seconds < 5  # two, where the machine is idle
         if is_slow:
-            assert "links: dp" in said[0] and "NCCL_SOCKET_IFNAME" in said[0]
+            assert "links: dp" in lines[0] and "NCCL_SOCKET_IFNAME" in lines[0]
