@@ -43,7 +43,7 @@ class Marks(Protocol):
 
 
 _marks: Marks | None = None
-_action = ("", False)  # what the host does, and if it computes
+_action = ("", False)  # the action of the host, and if it computes
 _seen = ("", False)  # the same for the device, as last recorded
 
 

@@ -207,7 +207,7 @@ def stand(play, rank, text, computes=False, **host):
 
 
 GATHER = {"doing": "gathering numbers of all ranks", "waits": True}
-LAUNCH = {"doing": "1F3 of step 7", "waits": False}  # its queue of kernels is full
+LAUNCH = {"doing": "1F3 of step 7", "waits": False}  # the queue of kernels is full
 IN_COMPUTE = ("2F0 of step 7", True)
 AT_RECEIVE = ("1F2 of step 7, waiting for R1F3", False)
 AT_REDUCTION = ("reducing the gradients of step 7", False)
