@@ -37,6 +37,7 @@ CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     mesh_checks.check_schedule,
     mesh_checks.check_reduction,
     train_checks.check_noise_scale,
+    train_checks.check_tasks,
     train_checks.check_compile,
     train_checks.check_recomputation,
     train_checks.check_rewind,

@@ -64,6 +64,18 @@ def check_noise_scale(
         )
 
 
+def check_tasks(train: TrainConfig, data: DataConfig) -> Iterator[Problem]:
+    """Check that there is a tokenizer for the texts of tasks."""
+    tasks = list(train.evaluate_tasks.tasks)
+    if tasks and data.tokenizer == "none":
+        yield Problem(
+            "parallel3d.train.evaluate_tasks.tasks",
+            tasks,
+            'are texts, which need a tokenizer, and parallel3d.data.tokenizer is "none"',
+            "name the tokenizer that made the ids, or remove the tasks",
+        )
+
+
 def check_compile(
     pipeline: PipelineConfig, train: TrainConfig, zero_optimization: ZeroConfig
 ) -> Iterator[Problem]:

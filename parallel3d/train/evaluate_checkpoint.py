@@ -135,7 +135,7 @@ def evaluate(
         )
     complete = config.with_corpus(corpus.vocab_size, len(corpus.train))
     with (
-        open_evaluator(complete, mesh, checkpoint, corpus, console) as (evaluator, schedule),
+        open_evaluator(complete, mesh, checkpoint, console, corpus) as (evaluator, schedule),
         closing(Feed(complete, mesh, corpus, schedule)) as feed,
         nullcontext(no_progress) if console.quiet else shown_progress() as progress,
     ):
@@ -154,12 +154,16 @@ def evaluate(
 
 @contextmanager
 def open_evaluator(
-    config: CompleteConfig, mesh: Mesh, checkpoint: Path, corpus: Corpus, console: Console
+    config: CompleteConfig,
+    mesh: Mesh,
+    checkpoint: Path,
+    console: Console,
+    corpus: Corpus | None = None,
 ) -> Iterator[tuple[Evaluator, Schedule]]:
     """Yield an evaluator with a checkpoint's weights, and the schedule of its stages; collective.
 
     Raises CheckpointError if the checkpoint cannot be used, or is of another tokenizer than the
-    corpus.
+    corpus, if there is one.
     """
     pulse.doing("comparing the checkpoint's hashes")
     folder = Path(on_first(mesh, lambda: str(checkpoint)))
@@ -167,7 +171,8 @@ def open_evaluator(
         source = verify_on_all_ranks(folder, mesh)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} {error}; use another checkpoint") from None
-    refuse_other_text(source, corpus, console.print)
+    if corpus is not None:
+        refuse_other_text(source, corpus, console.print)
     pulse.doing("building the model")
     settings = forward_settings(EngineSettings.from_config(config))
     layers, shape, schedule, stages = build(config, mesh, settings, seed=None)

@@ -9,19 +9,17 @@ from typing import Any
 from rich.console import Console
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import ResolvedConfig
-from parallel3d.data.corpus import Corpus
-from parallel3d.data.tokenizer import load_tokenizer
+from parallel3d.data.tokenizer import load_tokenizer, num_tokens
 from parallel3d.extras.tasks.scorer import Interrupted, Scorer
 from parallel3d.mesh.agree import agree, on_first
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.mesh.nodes import find_nodes
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.ending import StopRequest
 from parallel3d.train.evaluate_checkpoint import open_evaluator
 from parallel3d.train.observer import Observer, Step, is_due
-from parallel3d.train.open_corpus import open_corpus
 from parallel3d.train.progress import Progress
 from parallel3d.train.start import Start, begin
 
@@ -32,7 +30,7 @@ Scores = Mapping[str, Mapping[str, float]]
 
 
 class Tasks:
-    """Tasks that rank 0 has loaded, and the tokenizer of a corpus; collective.
+    """Tasks that rank 0 has loaded; collective.
 
     Raises ConfigError on all ranks if they cannot be loaded.
     """
@@ -51,12 +49,15 @@ class Tasks:
 
             self._loaded = load_tasks(names)
 
-    def score(self, scorer: Scorer, corpus: Corpus) -> Scores | None:
-        """Return the scores on all ranks, or None after a request to stop; collective."""
+    def score(self, scorer: Scorer, tokenizer: Path) -> Scores | None:
+        """Return the scores on all ranks, or None after a request to stop; collective.
+
+        - `tokenizer`: its folder.
+        """
         if self._mesh.rank != 0:
             with suppress(Interrupted):
                 scorer.follow()
-        scores: Scores | None = on_first(self._mesh, lambda: self._lead(scorer, corpus))
+        scores: Scores | None = on_first(self._mesh, lambda: self._lead(scorer, tokenizer))
         return scores
 
     def observer(
@@ -72,11 +73,11 @@ class Tasks:
         )
         return ScheduledTasks(start, self, scorer, progress)
 
-    def _lead(self, scorer: Scorer, corpus: Corpus) -> Scores | None:
+    def _lead(self, scorer: Scorer, tokenizer: Path) -> Scores | None:
         from parallel3d.extras.tasks.library import score
 
         assert self._loaded is not None, "rank 0 has loaded them"
-        return score(self._loaded, scorer, load_tokenizer(corpus.tokenizer_directory))
+        return score(self._loaded, scorer, load_tokenizer(tokenizer))
 
 
 def score_checkpoint(
@@ -89,17 +90,29 @@ def score_checkpoint(
 ) -> Scores | None:
     """Return the scores of a checkpoint's weights on tasks; collective.
 
-    Returns None after a request to stop. The tasks are loaded before the weights. Raises
-    ConfigError and CheckpointError.
+    Returns None after a request to stop. The tasks are loaded before the weights, and the tokenizer
+    is the checkpoint's. Raises ConfigError and CheckpointError.
     """
     begin(config, mesh, console)
     tasks = Tasks(names, mesh)
-    corpus = open_corpus(config, mesh, find_nodes(mesh), console)
-    complete = config.with_corpus(corpus.vocab_size, len(corpus.train))
-    with open_evaluator(complete, mesh, checkpoint, corpus, console) as (evaluator, schedule):
+    tokenizer = Path(on_first(mesh, lambda: str(_tokenizer_of(checkpoint, config))))
+    # Of any number of tokens: the length of the run does not matter.
+    complete = config.with_corpus(num_tokens(load_tokenizer(tokenizer)), 2**62)
+    with open_evaluator(complete, mesh, checkpoint, console) as (evaluator, schedule):
         stop.hold(None)
         scorer = Scorer(complete, mesh, evaluator=evaluator, schedule=schedule, stop=stop)
-        return tasks.score(scorer, corpus)
+        return tasks.score(scorer, tokenizer)
+
+
+def _tokenizer_of(checkpoint: Path, config: ResolvedConfig) -> Path:
+    """Return the folder of a checkpoint's tokenizer, or of the one that made its token ids."""
+    for folder in (checkpoint / TOKENIZER, Path(config.data.tokenizer)):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(
+        f"--tasks: {checkpoint} has no tokenizer for the texts of tasks; name its folder with"
+        " --data.tokenizer"
+    )
 
 
 class ScheduledTasks(Observer):
@@ -112,7 +125,7 @@ class ScheduledTasks(Observer):
     ) -> None:
         self.every = start.config.train.evaluate_tasks.every
         self._num_steps = start.config.num_steps
-        self._corpus = start.corpus
+        self._tokenizer = start.corpus.tokenizer_directory
         self._tasks = tasks
         self._scorer = scorer
         self._progress = progress
@@ -122,7 +135,7 @@ class ScheduledTasks(Observer):
         done = step.number + 1
         if step.stops or not (done == self._num_steps or is_due(self.every, done)):
             return
-        scores = self._tasks.score(self._scorer, self._corpus)
+        scores = self._tasks.score(self._scorer, self._tokenizer)
         if scores is None:
             step.stops = True
             return
@@ -141,6 +154,6 @@ def in_words(scores: Scores) -> list[str]:
             if metric.endswith(ERROR):
                 continue
             error = metrics.get(f"{metric}{ERROR}")
-            numbers.append(f"{metric} {value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
+            numbers.append(f"{metric} {value:.5g}" + ("" if error is None else f" ± {error:.3g}"))
         lines.append(f"{name}  {', '.join(numbers)}")
     return lines
