@@ -20,16 +20,16 @@ from tests.train.test_evaluate import evaluate_on_rank
 pytestmark = pytest.mark.gloo
 
 PAGE = (Path(__file__).parents[2] / "docs/after-training.md").read_text()
-TASKS, CHAT = (
-    PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0] for title in ("Scores on tasks", "Chat data")
-)
+CHAPTERS = dict(re.findall(r"(?s)\n## ([^\n]+)\n(.*?)(?=\n## |\Z)", PAGE))
+TASKS = CHAPTERS["Scores on tasks"]
+CHAT = CHAPTERS["Chat data"]
 STEPS = 4
 
 
 def blocks(text):
     """The indented blocks of a chapter."""
-    found = re.findall(r"(?m)(?:^    .*\n|^\n(?=    ))+", text)
-    return ["\n".join(line[4:] for line in block.splitlines()).strip() for block in found]
+    texts = re.findall(r"(?m)(?:^    .*\n|^\n(?=    ))+", text)
+    return ["\n".join(line[4:] for line in block.splitlines()).strip() for block in texts]
 
 
 def commands(text):

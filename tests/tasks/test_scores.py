@@ -14,7 +14,7 @@ from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.extras.tasks import library
 from parallel3d.extras.tasks.scorer import Scorer
 from parallel3d.train import evaluate_checkpoint
-from parallel3d.train.ending import DONE
+from parallel3d.train.ending import DONE, STOPPED
 from parallel3d.train.feed import Cutter
 from parallel3d.verify.local_ranks import run_locally
 from tests.huggingface.checkpoints import checkpoint_of, small, tokenizer_in
@@ -243,13 +243,14 @@ def test_bad_task_is_refused_by_name(tmp_path, name):
     assert message in str(caught.value) and name.removesuffix(".yaml") in str(caught.value)
 
 
-def test_errors_of_rank_0_end_all_ranks(run):
-    """A task file with an unknown field, before the weights are read; an error between forwards."""
+def test_stops_and_errors_end_all_ranks(run):
+    """A request to stop, a bad task before the weights are read, an error between forwards."""
     bad = run.parent / "bad.yaml"
     bad.write_text("task: bad\ndoc_to_txt: b\n")
     first, second = run_locally(fail_on_rank, 2, run, bad)
     assert first == second
     assert first == [
+        (STOPPED, ""),
         (
             "ConfigError",
             f"--tasks: {bad}: doc_to_txt: is not a field of a task; did you mean doc_to_text?",
@@ -265,8 +266,9 @@ def fail_on_rank(rank, run, bad):
 
     words = ["--data.paths", run.parent / "a.txt", "--data.cache", run.parent / "cache"]
     words += ["--data.held_out_fraction", 0]
+    results = evaluate_on_rank(rank, [[run, *words, "--tasks", TASKS[0]]], stops=True)
     with patch.object(evaluate_checkpoint, "load_weights", None):
-        results = evaluate_on_rank(rank, [[run, *words, "--tasks", bad]])
+        results += evaluate_on_rank(rank, [[run, *words, "--tasks", bad]])
     with patch.object(library, "evaluate", fail):
         try:
             evaluate_on_rank(rank, [[run, *words, "--tasks", TASKS[0]]])
