@@ -51,7 +51,7 @@ MODELS = {
     },
 }
 MICROBATCHES = 2
-BATCH = 8
+BATCH = 16
 
 
 @dataclass(frozen=True)
