@@ -265,7 +265,7 @@ def fail_on_rank(rank, run, bad):
         raise KeyError("of a task")
 
     words = ["--data.paths", run.parent / "a.txt", "--data.cache", run.parent / "cache"]
-    words += ["--data.held_out_fraction", 0]
+    words += ["--data.held_out_fraction", 0, "--data.sequence_length", LENGTH]
     results = evaluate_on_rank(rank, [[run, *words, "--tasks", TASKS[0]]], stops=True)
     with patch.object(evaluate_checkpoint, "load_weights", None):
         results += evaluate_on_rank(rank, [[run, *words, "--tasks", bad]])
