@@ -117,9 +117,12 @@ def least_on_first(
     s = setting
     parts = _parts(s)
     layers = tuple([parts[i] for i in _homes(s)[0]])
-    held = states(s, sizes(layers, s.mesh.tp, s.persistence, s.flow.ep), is_cpu(hardware))
+    own = sizes(layers, s.mesh.tp, s.persistence, s.flow.ep)
+    held = states(s, own, is_cpu(hardware))
     shard = held.shard if held.standing else 0
     device = held.weights + held.optimizer + held.buffers + shard
+    if s.state.zero_stage == 3 and s.state.weights == "per_step" and s.mesh.dp > 1:
+        device += own.params * s.workload.bytes_per_element  # all were gathered before a backward
     device += least_in_flight(s, hardware) if activations is None else activations
     most = most_in_flight(s.actions)[0]
     # If some forward runs after a backward, it runs beside gradients. But several stages need not

@@ -10,8 +10,8 @@ A test compares the rows with an exhaustive search.
 """
 
 import gc
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, nsmallest
 from itertools import count, islice
@@ -20,25 +20,23 @@ from typing import NamedTuple
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.model.recompute import FULL, NONE, Recompute
 from parallel3d.plan.layers.placement import blocks_in_stages
-from parallel3d.plan.memory.peak import least_in_flight, least_on_first, peak_of
+from parallel3d.plan.memory.peak import least_in_flight, least_on_first
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import setting_of
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import all_fit, evaluate, room_of, with_fewest_in_full, worst
-from parallel3d.plan.setting import PLAIN, Choices, Flow, Order, Setting, ZeroState
+from parallel3d.plan.setting import PLAIN, Choices, Flow, Setting, ZeroState
 from parallel3d.plan.time.operators import curves_for
 from parallel3d.plan.time.step import costs_of, lower_bound, step_time
 
-TOO_LARGE = 5  # the most plans that are faster than the first row, but do not fit
+TOO_LARGE = 5  # the most plans that do not fit
 OFFLOAD_GAIN = 0.1
 """The share of a step that an offload must save: the figures of hosts are assumed, not measured."""
 CP_GAIN = 0.03
 """The share of a step that context parallelism must save: less is within the planner's error."""
 COPIES_GAIN = 0.03
 """The share of a step that copies of ZeRO's shards must save, for the same reason."""
-_LEAN_MESHES = 30  # meshes that are searched for the plan with the least memory
-_OF_A_MESH = 4  # settings of each of these
-_TRIED = 4  # settings of a mesh that are compared to find the smallest of these
+_OF_A_MESH = 4  # settings of a mesh that are compared to find the one with the least memory
 _SAFE = 1 - 1e-9  # a bound and a simulation may be rounded differently
 
 
@@ -75,33 +73,66 @@ def search(request: Request, rows: int = 20, per_mesh: int | None = None) -> Ran
     gc.disable()
     try:
         for meshes in filter(None, (tuple(m for m in all_meshes if m.tp <= node), all_meshes)):
-            work = _Search(request, meshes)
             most = per_mesh or max(1, rows // len(meshes))
-            if plans := tuple(islice(work.best_first(most), rows)):
-                break
-        too_large = work.too_large(plans[0].time.seconds if plans else float("inf"))
-        least = None
-        if not plans:
-            # Rows that are shown come first: of equal plans the sentence below names one of them.
-            small = [*too_large, evaluate(request, work.leanest())]
-            least = min(small, key=lambda plan: plan.memory.total)
-        return Ranking(plans, tuple(too_large), least)
+            plans = tuple(islice(_Search(request, meshes).best_first(most), rows))
+            if plans:
+                faster = _too_large(request, meshes, plans[0].time.seconds)
+                return Ranking(plans, tuple(evaluate(request, setting) for setting in faster))
+        small = [evaluate(request, setting) for setting in _leanest(request, all_meshes)]
+        return Ranking((), tuple(small), small[0])
     finally:
         if collects:
             gc.enable()
 
 
-class Untested(NamedTuple):
-    """A flow with a schedule and ZeRO states that may fit.
+def _too_large(
+    request: Request, meshes: tuple[MeshSizes, ...], seconds: float
+) -> Iterator[Setting]:
+    """Yield settings that take less than `seconds`, and fit only in twice the memory of a device.
 
-    - `activations`: at least so many bytes are in flight on the first rank.
-    - `groups`: alternative states, fastest first, then their fallback (candidates.alternatives).
+    They are the fastest of TOO_LARGE meshes.
+    """
+    memory = request.hardware.memory_bytes
+    twice = memory.model_copy(update={"value": 2 * memory.value})
+    roomy = request.hardware.model_copy(update={"memory_bytes": twice})
+    fixed = {"offload_optimizer": "none", "offload_param": "none", **request.fixed}
+    fastest = _Search(replace(request, hardware=roomy, fixed=fixed), meshes).best_first(1)
+    for plan in islice(fastest, TOO_LARGE):
+        if plan.time.seconds < seconds and not all_fit(plan.setting, request.hardware):
+            yield plan.setting
+
+
+def _leanest(request: Request, meshes: tuple[MeshSizes, ...]) -> list[Setting]:
+    """Return the settings with the least memory of TOO_LARGE meshes, the smallest first.
+
+    A mesh's is found among the _OF_A_MESH whose first rank needs least.
+    """
+    smallest = request.fixed.get("micro_batch", 1)
+
+    def size(choices: Choices) -> tuple[int, Choices]:
+        setting = setting_of(request, *choices)
+        return least_on_first(setting, request.hardware)[0], choices
+
+    def total(setting: Setting) -> int:
+        return worst(setting, request.hardware).total
+
+    leanest = []
+    for mesh in meshes:
+        flows = [f for f in candidates.flows(request, mesh) if f.micro_batch == smallest]
+        near = nsmallest(_OF_A_MESH, candidates.choices(request, flows), key=size)
+        if near:
+            leanest.append(min((setting_of(request, *choices) for choices in near), key=total))
+    return nsmallest(TOO_LARGE, leanest, key=total)
+
+
+class Candidate(NamedTuple):
+    """A setting whose first rank may fit; its other ranks are looked at when it is the fastest.
+
+    - `activations`: a lower bound on the bytes in flight on its first rank.
     """
 
-    flow: Flow
-    order: Order
+    setting: Setting
     activations: int
-    groups: Sequence[Sequence[ZeroState]]
 
 
 class _Search:
@@ -117,19 +148,16 @@ class _Search:
         self._floors_workload = replace(request.workload, software=software)
         flows = [flow for mesh in meshes for flow in candidates.flows(request, mesh)]
         self.floors = sorted((self._floor_of_any(flow), flow) for flow in flows)
-        # If host and device are the same cores, an offload may be faster than none.
-        self._offload_may_help = request.hardware.cores is not None
 
     def best_first(self, per_mesh: int) -> Iterator[Plan]:
         """Yield the plans that fit, fastest first; among equally fast plans the simplest first."""
         serial = count()
         num_plans = Counter[MeshSizes]()
         heap: list[
-            tuple[float, tuple[object, ...], int, MeshSizes, Flow | Untested | Setting | Plan]
-        ] = [
-            (floor * self._way(flow), (), next(serial), flow.mesh, flow)
-            for floor, flow in self.floors
-        ]
+            tuple[float, tuple[object, ...], int, MeshSizes, Flow | Candidate | Setting | Plan]
+        ] = []
+        for floor, flow in self.floors:
+            heap.append((floor * self._way(flow), (), next(serial), flow.mesh, flow))
         heapify(heap)
         while heap:
             *_, mesh, node = heappop(heap)
@@ -144,90 +172,60 @@ class _Search:
                 heappush(heap, (bound, rank, next(serial), mesh, part))
 
     def _split(
-        self, node: Flow | Untested | Setting
-    ) -> Iterator[tuple[float, Untested | Setting | Plan]]:
-        """Yield the nodes that a node is split into, each with its lower bound in seconds.
-
-        A Setting is one that fits and is not simulated yet.
-        """
+        self, node: Flow | Candidate | Setting
+    ) -> Iterator[tuple[float, Candidate | Setting | Plan]]:
+        """Yield the nodes that a node is split into, each with its lower bound in seconds."""
         if isinstance(node, Flow):
             for order in candidates.orders(self.request, node):
                 plain = setting_of(self.request, node, order, PLAIN)
                 activations = least_in_flight(plain, self.hardware)
-                if activations > self.room[0]:
-                    continue
-                for groups in candidates.alternatives(self.request, node.mesh):
-                    if not candidates.go_together(node, order, groups[0][0]):
-                        continue
-                    possible = []
-                    for group in groups:
-                        if candidates.go_together(node, order, group[0]):
-                            possible.append(group)
-                    yield from self._untested(node, order, activations, possible)
-        elif isinstance(node, Untested):
-            flow, order, activations, ((state, *others), *fallback) = node
-            plain = setting_of(self.request, flow, order, PLAIN)
-            activations = least_in_flight(plain, self.hardware, counted=True)
-            setting = fits = self._with_longest_gather(flow, order, activations, state)
-            if setting and self._opens_full(setting):
+                if activations <= self.room[0]:
+                    yield from self._candidates(Candidate(plain, activations), None)
+        elif isinstance(node, Candidate):
+            setting = node.setting
+            if not all_fit(setting, self.hardware):
+                yield from self._candidates(node, setting.state)
+                return
+            if self._opens_full(setting):
                 setting = with_fewest_in_full(setting, self.hardware, self._least_full(setting))
-                # A setting that fits without recomputation has its own node.
-                setting = None if setting.flow.recompute == NONE else setting
-            if setting:
-                yield self._bound(setting), setting
-            if not fits:
-                yield from self._untested(flow, order, activations, fallback)
-            if not fits or self._offload_may_help:
-                yield from self._untested(flow, order, activations, [others])
+                if setting.flow.recompute == NONE:  # it has its own flow
+                    return
+            yield self._bound(setting), setting
         else:
             time = step_time(node, self.hardware, self.curves)
             plan = Plan(self.request, node, worst(node, self.hardware), time)
             yield float(f"{time.seconds * self._handicap(node):.9g}"), plan
 
+    def _candidates(
+        self, like: Candidate, without: ZeroState | None
+    ) -> Iterator[tuple[float, Candidate]]:
+        """Yield candidates with the states that count if the one `without` does not fit."""
+        flow, order, _ = like.setting.choices
+        for state in candidates.fallbacks(self.request, flow.mesh)[without]:
+            if not candidates.go_together(flow, order, state):
+                continue
+            setting = setting_of(self.request, flow, order, state)
+            device, host = least_on_first(setting, self.hardware, like.activations)
+            if device > self.room[0] or host > self.room[1]:
+                yield from self._candidates(like, state)
+                continue
+            least = setting
+            if self._opens_full(setting):
+                least = Recompute(full_layers=max(1, self._least_full(setting)))
+                least = setting.recomputing(least)
+            yield self._bound(least), Candidate(setting, like.activations)
+
     def _handicap(self, setting: Setting) -> float:
         """Return the factor on a plan's seconds by which plans are ordered: 1 for simple ones."""
-        offloads = setting.state.num_offloads > 0
-        own = 1 + OFFLOAD_GAIN if offloads and not self._offload_may_help else 1.0
-        own *= _handicap_of_copies(setting)
-        return own if setting.mesh.cp == 1 else own * (1 + CP_GAIN)
-
-    def _untested(
-        self, flow: Flow, order: Order, activations: int, groups: Sequence[Sequence[ZeroState]]
-    ) -> Iterator[tuple[float, Untested]]:
-        """Yield the node of these groups with its lower bound, if any of their states may fit.
-
-        The first state of a group adds the least time. At ZeRO-3 the next may be faster, if the
-        first must gather weights more often to fit.
-        """
-        fastest = []
-        for states in groups:
-            settings = ((s, setting_of(self.request, flow, order, s)) for s in states)
-            may_fit = (pair for pair in settings if self._may_fit(pair[1], activations))
-            most = 2 if states and states[0].zero_stage == 3 else 1
-            fitting_states = [*islice(may_fit, None if self._offload_may_help else most)]
-            fastest += [setting for _, setting in fitting_states]
-            if [state for state, _ in fitting_states[:1]] == [*states[:1]]:
-                break  # the fallback counts only if the group's first state does not fit
-        if fastest:
-            node = Untested(flow, order, activations, groups)
-            yield min(map(self._bound_of_any, fastest)), node
-
-    def _with_longest_gather(
-        self, flow: Flow, order: Order, activations: int, state: ZeroState
-    ) -> Setting | None:
-        """Return the setting with the longest gathers that fit, or None."""
-        for variant in (state, *candidates.shorter_gathers(self.request, order, state)):
-            setting = setting_of(self.request, flow, order, variant)
-            if not self._may_fit(setting, activations):
-                break
-            if all_fit(setting, self.hardware):
-                return setting
-        return None
-
-    def _may_fit(self, setting: Setting, activations: int) -> bool:
-        """Return True if the lower bound on the first rank's memory fits."""
-        device, host = least_on_first(setting, self.hardware, activations)
-        return device <= self.room[0] and host <= self.room[1]
+        factor = 1.0
+        # If host and device are the same cores, an offload may be faster than none.
+        if setting.state.num_offloads and self.hardware.cores is None:
+            factor *= 1 + OFFLOAD_GAIN
+        if setting.state.copies > 1:
+            factor *= 1 + COPIES_GAIN
+        if setting.mesh.cp > 1:
+            factor *= 1 + CP_GAIN
+        return factor
 
     def _opens_full(self, setting: Setting) -> bool:
         """Return True if the planner may recompute only some layers in full."""
@@ -241,22 +239,10 @@ class _Search:
         over = without - self.room[0]
         return max(0, over * min(blocks_in_stages(setting)) // max(1, freed))
 
-    def _bound_of_any(self, setting: Setting) -> float:
-        """Return a lower bound for any number of layers in full recomputation, and of gathers.
-
-        The number of gathers follows from the whole schedule; one per step is the least.
-        """
-        if setting.state.weights == "per_pass":
-            setting = setting.gathering("per_step")
-        if self._opens_full(setting):
-            least = Recompute(full_layers=max(1, self._least_full(setting)))
-            setting = setting.recomputing(least)
-        return self._bound(setting)
-
     def _bound(self, setting: Setting) -> float:
-        """Return a lower bound on the seconds of a step; with copies, on those it is ordered by."""
+        """Return a lower bound on the seconds that a setting is ordered by."""
         seconds = lower_bound(setting, self.hardware, self.curves)
-        return _SAFE * seconds * _handicap_of_copies(setting)
+        return _SAFE * seconds * self._handicap(setting)
 
     def _floor_of_any(self, flow: Flow) -> float:
         """Return a flow's lower bound, with any number of layers in full recomputation."""
@@ -285,70 +271,6 @@ class _Search:
         """
         share = flow.mesh.pp * flow.mesh.dp * flow.micro_batch / self.request.global_batch_size
         return max(1.0, share if flow.recompute.full_layers else share / 2)
-
-    def leanest(self) -> Setting:
-        """Return the setting with the least memory.
-
-        It is found among those whose first rank needs least, over all meshes and of each of some.
-        """
-        smallest = self.request.fixed.get("micro_batch", 1)
-        sizes: list[tuple[int, Choices]] = []
-        for _, flow in self.floors:
-            if flow.micro_batch == smallest:
-                for state in candidates.states(self.request, flow.mesh):
-                    sizes += self._sizes(flow, state)
-        small = nsmallest(40, sizes)
-        of_mesh = defaultdict[MeshSizes, list[tuple[int, Choices]]](list)
-        for size, choices in sorted(sizes):
-            of_mesh[choices[0].mesh].append((size, choices))
-        for own in sorted(of_mesh.values())[:_LEAN_MESHES]:
-            small += own[:_OF_A_MESH]
-        settings = []
-        for _, (flow, order, state) in small:
-            variants = (state, *candidates.shorter_gathers(self.request, order, state))
-            for variant in variants[-2:]:
-                settings.append(setting_of(self.request, flow, order, variant))
-        return min(settings, key=lambda s: worst(s, self.hardware).total)
-
-    def too_large(self, fastest: float) -> list[Plan]:
-        """Return plans that are faster but do not fit, at most one per mesh.
-
-        Among a mesh's plans it is the smallest. All are at the simplest ZeRO stage that shards the
-        optimizer's state.
-        """
-        near = defaultdict[MeshSizes, list[tuple[int, int, Choices]]](list)
-        for number, (floor, flow) in enumerate(self.floors):
-            if floor >= fastest:
-                break
-            if flow.mesh in near or len(near) < 2 * TOO_LARGE:
-                states = candidates.states(self.request, flow.mesh)
-                state = next((s for s in states if s.zero_stage), states[0])
-                near[flow.mesh] += [(size, number, c) for size, c in self._sizes(flow, state)]
-        missed: list[tuple[int, int, Setting]] = []
-        for choices in near.values():
-            settings = (setting_of(self.request, *c) for *_, c in sorted(choices))
-            faster = islice((s for s in settings if self._bound(s) < fastest), _TRIED)
-            sizes = [(peak_of(s, 0, self.hardware).total, i, s) for i, s in enumerate(faster)]
-            for size, _, setting in sorted(sizes):
-                if all_fit(setting, self.hardware):
-                    continue
-                if step_time(setting, self.hardware, self.curves).seconds < fastest:
-                    missed.append((size, len(missed), setting))
-                    break
-        plans = [evaluate(self.request, s) for *_, s in nsmallest(TOO_LARGE, missed)]
-        return sorted(plans, key=lambda plan: plan.time.seconds)
-
-    def _sizes(self, flow: Flow, state: ZeroState) -> Iterator[tuple[int, Choices]]:
-        """Yield a flow's choices with this state, and lower bounds on the first rank's bytes."""
-        for order in candidates.orders(self.request, flow):
-            if candidates.go_together(flow, order, state):
-                choices = flow, order, state
-                yield least_on_first(setting_of(self.request, *choices), self.hardware)[0], choices
-
-
-def _handicap_of_copies(setting: Setting) -> float:
-    """Return the factor by which plans with copies of the shards are ordered, 1 for the others."""
-    return 1 + COPIES_GAIN if setting.state.copies > 1 else 1.0
 
 
 def simplicity(plan: Plan) -> tuple[object, ...]:

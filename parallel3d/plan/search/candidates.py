@@ -5,7 +5,7 @@ parallel3d/schedule/schedules.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import product
 from math import gcd
@@ -18,7 +18,7 @@ from parallel3d.config.parallel3d_block import PipelineConfig
 from parallel3d.model import optimizers
 from parallel3d.model.recompute import FULL, MLP, MODES, NONE, parse
 from parallel3d.plan.search.plans import CHOICES, Request
-from parallel3d.plan.setting import DEVICES, Device, Flow, Order, Setting, ZeroState
+from parallel3d.plan.setting import DEVICES, Choices, Device, Flow, Order, Setting, ZeroState
 from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
 
@@ -169,31 +169,33 @@ def _copies(request: Request, mesh: MeshSizes) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def alternatives(
-    request: Request, mesh: MeshSizes
-) -> tuple[tuple[tuple[ZeroState, ...], ...], ...]:
-    """Return a mesh's states in groups that differ only in their offload, with fallbacks.
+def fallbacks(request: Request, mesh: MeshSizes) -> Mapping[ZeroState | None, list[ZeroState]]:
+    """Return for each state of a mesh those that count only if it does not fit.
 
-    A fallback counts only if the first state of its group does not fit. ZeRO-3 is the fallback of
-    the highest lower stage that reduces as often, with any copies: if that stage fits, ZeRO-3 is
-    not faster, as it gathers at least as much.
+    Under None are those that always count. Shorter gathers come after longer ones, an offload after
+    none, and ZeRO-3 after the highest lower stage that reduces as often: none of them is faster,
+    except an offload where host and device are the same cores.
     """
-    groups = defaultdict[tuple[int, bool, int], list[ZeroState]](list)
+    after = defaultdict[ZeroState | None, list[ZeroState]](list)
+    leanest: dict[tuple[int, bool, int], ZeroState] = {}
+    lower: dict[bool, ZeroState] = {}
     for state in states(request, mesh):
-        groups[state.zero_stage, state.reduces_once, state.copies].append(state)
-    # Stages below 3 have one number of copies: that of the request, or none (`states`).
-    highest = {once: zero for zero, once, _ in sorted(groups) if zero < 3}
-    with_fallbacks: list[tuple[tuple[ZeroState, ...], ...]] = []
-    for (zero, once, _), group in groups.items():
-        if zero == highest.get(once):
-            fallbacks = []
-            for (other_zero, other_once, _), others in groups.items():
-                if other_zero == 3 and other_once == once:
-                    fallbacks.append(tuple(others))
-            with_fallbacks.append((tuple(group), *fallbacks))
-        elif zero < 3 or once not in highest:
-            with_fallbacks.append((tuple(group),))
-    return tuple(with_fallbacks)
+        zero, once = state.zero_stage, state.reduces_once
+        kind = zero, once, state.copies
+        before = lower.get(once) if zero == 3 else None
+        if kind in leanest:
+            before = leanest[kind] if request.hardware.cores is None else None
+        for way in ways(request, zero, state.offload_param):
+            variant = state._replace(weights=way)
+            after[before].append(variant)
+            before = variant
+        assert before is not None
+        leanest.setdefault(kind, before)
+        if zero < 3:
+            lower.setdefault(once, before)
+            if state.num_offloads == lower[once].num_offloads:
+                lower[once] = before
+    return after
 
 
 def ways(request: Request, zero_stage: int, offload_param: Device) -> tuple[Weights, ...]:
@@ -214,15 +216,13 @@ def gathered_longest(offload_param: Device) -> tuple[Weights, ...]:
     return WEIGHTS if offload_param == "none" else WEIGHTS[1:]
 
 
-def shorter_gathers(request: Request, order: Order, state: ZeroState) -> tuple[ZeroState, ...]:
-    """Return a state's variants with shorter gathers, fastest first."""
-    all_ways = ways(request, state.zero_stage, state.offload_param)
-    less = all_ways[all_ways.index(state.weights) + 1 :]
-    return tuple(
-        state._replace(weights=way)
-        for way in less
-        if order.stages_per_rank > 1 or (way, state.weights) != ("per_pass", "per_step")
-    )
+def choices(request: Request, flows: Iterable[Flow]) -> Iterator[Choices]:
+    """Yield all choices of some flows: with each schedule, ZeRO state and way to gather."""
+    for flow in flows:
+        for order, state in product(orders(request, flow), states(request, flow.mesh)):
+            if go_together(flow, order, state):
+                for way in ways(request, state.zero_stage, state.offload_param):
+                    yield flow, order, state._replace(weights=way)
 
 
 def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> Setting:

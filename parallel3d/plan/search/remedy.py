@@ -3,7 +3,6 @@
 from bisect import bisect_left
 from collections.abc import Iterator
 from heapq import nsmallest
-from itertools import product
 
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.recompute import Recompute
@@ -114,22 +113,17 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
 def _leaner(request: Request, flow: Flow, order: Order, state: ZeroState) -> Iterator[Choices]:
     """Yield choices on the same mesh that may need less memory."""
     flows = [near for near in candidates.flows(request, flow.mesh) if near.ep == flow.ep]
-    for near in {*flows, *(near._replace(recompute=flow.recompute) for near in flows)}:
-        keeps_more = near.recompute.strength < flow.recompute.strength
-        if keeps_more or near.micro_batch > flow.micro_batch:
-            continue
-        orders = candidates.orders(request, near)
-        states = candidates.states(request, flow.mesh)
-        for other, zero in product(orders, states):
-            is_leaner = (
-                other.stages_per_rank <= order.stages_per_rank
-                and zero.zero_stage >= state.zero_stage
-                and zero.num_offloads >= state.num_offloads
-                and zero.copies == state.copies
-            )
-            if is_leaner and candidates.go_together(near, other, zero):
-                gathers = zero, *candidates.shorter_gathers(request, other, zero)
-                yield from ((near, other, variant) for variant in gathers)
+    flows += [near._replace(recompute=flow.recompute) for near in flows]
+    for near, other, zero in candidates.choices(request, {*flows}):
+        if (
+            near.recompute.strength >= flow.recompute.strength
+            and near.micro_batch <= flow.micro_batch
+            and other.stages_per_rank <= order.stages_per_rank
+            and zero.zero_stage >= state.zero_stage
+            and zero.num_offloads >= state.num_offloads
+            and zero.copies == state.copies
+        ):
+            yield near, other, zero
 
 
 # The cost of changing each of `_words`, besides more recomputation, ZeRO stages and offloads.
