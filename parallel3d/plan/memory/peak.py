@@ -3,14 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from operator import mul
 
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config.hardware import Hardware
 from parallel3d.plan.layers.placement import (
     StageLayers,
     Stages,
-    in_flight,
     layers_by_stage,
     model_of,
     most_in_flight,
@@ -133,26 +131,17 @@ def least_on_first(
     return device + margin(device, hardware) + nccl_estimate(s, 0, hardware), held.host
 
 
-def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool = False) -> int:
-    """Return a lower bound on the activations that the first pipeline rank holds at once.
-
-    - `counted`: a far closer one, for which the stages of the microbatches in flight are counted in
-      the program. That takes milliseconds for the first setting with a schedule's numbers.
-    """
+def least_in_flight(setting: Setting, hardware: Hardware | None) -> int:
+    """Return a lower bound on the activations that the first pipeline rank holds at once."""
     s = setting
     on_cpu = is_cpu(hardware)
     parts = _parts(setting)
-    held = [parts[i] for i in _homes(s)[0]]
-    saved: dict[StageLayers, int] = {}
-    different = dict.fromkeys(held)
-    for part, stage in zip(different, _stages(s, different, on_cpu), strict=True):
-        saved[part] = stage.saved_bytes
-        if on_cpu:  # the output is counted, and is also the next stage's input
-            saved[part] -= stage.hidden_bytes
-    if counted:
-        each = [saved[part] for part in held]
-        return max(int(sum(map(mul, counts, each))) for counts in in_flight(s.actions, 0))
-    return min(saved.values()) * most_in_flight(s.actions)[0]
+    different = dict.fromkeys(parts[i] for i in _homes(s)[0])
+    saved = []
+    for stage in _stages(s, different, on_cpu):
+        # On a CPU the output is counted, and is also the next stage's input.
+        saved.append(stage.saved_bytes - (stage.hidden_bytes if on_cpu else 0))
+    return min(saved) * most_in_flight(s.actions)[0]
 
 
 def saved_bytes(setting: Setting, hardware: Hardware | None = None) -> tuple[int, ...]:

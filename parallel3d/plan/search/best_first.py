@@ -28,6 +28,7 @@ from parallel3d.plan.search.remedy import all_fit, evaluate, room_of, with_fewes
 from parallel3d.plan.setting import PLAIN, Choices, Flow, Setting, ZeroState
 from parallel3d.plan.time.operators import curves_for
 from parallel3d.plan.time.step import costs_of, lower_bound, step_time
+from parallel3d.schedule.sharding import Weights
 
 TOO_LARGE = 5  # the most plans that do not fit
 OFFLOAD_GAIN = 0.1
@@ -88,16 +89,13 @@ def search(request: Request, rows: int = 20, per_mesh: int | None = None) -> Ran
 def _too_large(
     request: Request, meshes: tuple[MeshSizes, ...], seconds: float
 ) -> Iterator[Setting]:
-    """Yield settings that take less than `seconds`, and fit only in twice the memory of a device.
+    """Yield settings that take less than `seconds` and fit only in twice a device's memory.
 
-    They are the fastest of TOO_LARGE meshes.
+    They are the fastest of TOO_LARGE meshes, at ZeRO-1 where the request does not fix the stage.
     """
-    memory = request.hardware.memory_bytes
-    twice = memory.model_copy(update={"value": 2 * memory.value})
-    roomy = request.hardware.model_copy(update={"memory_bytes": twice})
-    fixed = {"offload_optimizer": "none", "offload_param": "none", **request.fixed}
-    fastest = _Search(replace(request, hardware=roomy, fixed=fixed), meshes).best_first(1)
-    for plan in islice(fastest, TOO_LARGE):
+    fixed = {"zero_stage": 1, "gradient_reduction": "per_step", "offload_optimizer": "none"}
+    simple = replace(request, fixed={**fixed, **request.fixed})
+    for plan in islice(_Search(simple, meshes, times=2).best_first(1), TOO_LARGE):
         if plan.time.seconds < seconds and not all_fit(plan.setting, request.hardware):
             yield plan.setting
 
@@ -136,18 +134,19 @@ class Candidate(NamedTuple):
 
 
 class _Search:
-    """A search in progress."""
+    """A search in progress, on devices with `times` their memory."""
 
-    def __init__(self, request: Request, meshes: tuple[MeshSizes, ...]) -> None:
+    def __init__(self, request: Request, meshes: tuple[MeshSizes, ...], times: int = 1) -> None:
         self.request = request
         self.hardware = request.hardware
         self.curves = curves_for(request.hardware)
-        self.room = room_of(request.hardware)  # bytes of a device, and of its host
+        device, host = room_of(request.hardware)
+        self.room = times * device, host  # bytes
         # The time to accumulate gradients depends on the ZeRO stage; floors leave it out.
         software = replace(request.workload.software, gradient_bytes=0)
         self._floors_workload = replace(request.workload, software=software)
         flows = [flow for mesh in meshes for flow in candidates.flows(request, mesh)]
-        self.floors = sorted((self._floor_of_any(flow), flow) for flow in flows)
+        self.floors = sorted((self._floor(flow), flow) for flow in flows)
 
     def best_first(self, per_mesh: int) -> Iterator[Plan]:
         """Yield the plans that fit, fastest first; among equally fast plans the simplest first."""
@@ -182,12 +181,15 @@ class _Search:
                 if activations <= self.room[0]:
                     yield from self._candidates(Candidate(plain, activations), None)
         elif isinstance(node, Candidate):
-            setting = node.setting
-            if not all_fit(setting, self.hardware):
-                yield from self._candidates(node, setting.state)
+            settings = (node.setting.gathering(way) for way in self._ways(node.setting.state))
+            setting = next((s for s in settings if all_fit(s, self.hardware, self.room)), None)
+            if setting is None:
+                yield from self._candidates(node, node.setting.state)
                 return
-            if self._opens_full(setting):
-                setting = with_fewest_in_full(setting, self.hardware, self._least_full(setting))
+            if candidates.opens_recompute(self.request) and setting.flow.recompute == FULL:
+                setting = with_fewest_in_full(
+                    setting, self.hardware, self.room, self._least_full(setting)
+                )
                 if setting.flow.recompute == NONE:  # it has its own flow
                     return
             yield self._bound(setting), setting
@@ -205,15 +207,20 @@ class _Search:
             if not candidates.go_together(flow, order, state):
                 continue
             setting = setting_of(self.request, flow, order, state)
-            device, host = least_on_first(setting, self.hardware, like.activations)
+            leanest = setting.gathering(self._ways(state)[-1])
+            device, host = least_on_first(leanest, self.hardware, like.activations)
             if device > self.room[0] or host > self.room[1]:
                 yield from self._candidates(like, state)
                 continue
-            least = setting
-            if self._opens_full(setting):
-                least = Recompute(full_layers=max(1, self._least_full(setting)))
-                least = setting.recomputing(least)
-            yield self._bound(least), Candidate(setting, like.activations)
+            fastest = setting
+            if flow.recompute == FULL:
+                fewest = Recompute(full_layers=max(1, self._least_full(leanest)))
+                fastest = setting.recomputing(fewest)
+            yield self._bound(fastest), Candidate(setting, like.activations)
+
+    def _ways(self, state: ZeroState) -> tuple[Weights, ...]:
+        """Return how long a state's weights may stay gathered, fastest first."""
+        return candidates.ways(self.request, state.zero_stage, state.offload_param)
 
     def _handicap(self, setting: Setting) -> float:
         """Return the factor on a plan's seconds by which plans are ordered: 1 for simple ones."""
@@ -227,35 +234,25 @@ class _Search:
             factor *= 1 + CP_GAIN
         return factor
 
-    def _opens_full(self, setting: Setting) -> bool:
-        """Return True if the planner may recompute only some layers in full."""
-        return setting.flow.recompute == FULL and candidates.opens_recompute(self.request)
-
     def _least_full(self, setting: Setting) -> int:
         """Return a lower bound on the layers of a stage that must be recomputed to fit."""
         full, _ = least_on_first(setting, self.hardware)
         without, _ = least_on_first(setting.recomputing(NONE), self.hardware)
-        freed = without - full
         over = without - self.room[0]
-        return max(0, over * min(blocks_in_stages(setting)) // max(1, freed))
+        return max(0, over * min(blocks_in_stages(setting)) // max(1, without - full))
 
     def _bound(self, setting: Setting) -> float:
         """Return a lower bound on the seconds that a setting is ordered by."""
         seconds = lower_bound(setting, self.hardware, self.curves)
         return _SAFE * seconds * self._handicap(setting)
 
-    def _floor_of_any(self, flow: Flow) -> float:
-        """Return a flow's lower bound, with any number of layers in full recomputation."""
-        floor = self._floor(flow)
-        blocks = len(self.request.workload.layers) - 2
-        if flow.recompute != FULL or not candidates.opens_recompute(self.request) or blocks < 1:
-            return floor
-        # At least one layer of each stage, of which the first and the last may have none.
-        share = max(0, flow.mesh.pp - 2) / blocks
-        return share * floor + (1 - share) * self._floor(flow._replace(recompute=NONE))
-
     def _floor(self, flow: Flow) -> float:
-        """Return a flow's lower bound: the seconds of all layers' passes divided by the ranks."""
+        """Return a flow's lower bound: the seconds of all layers' passes divided by the ranks.
+
+        Full recomputation counts as none, because the planner may need it in few layers.
+        """
+        if flow.recompute == FULL:
+            flow = flow._replace(recompute=NONE)
         request = self.request
         mesh = flow.mesh
         alone = flow._replace(mesh=mesh._replace(pp=1, dp=mesh.dp * mesh.pp))

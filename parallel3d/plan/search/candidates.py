@@ -172,29 +172,24 @@ def _copies(request: Request, mesh: MeshSizes) -> list[int]:
 def fallbacks(request: Request, mesh: MeshSizes) -> Mapping[ZeroState | None, list[ZeroState]]:
     """Return for each state of a mesh those that count only if it does not fit.
 
-    Under None are those that always count. Shorter gathers come after longer ones, an offload after
-    none, and ZeRO-3 after the highest lower stage that reduces as often: none of them is faster,
-    except an offload where host and device are the same cores.
+    Under None are those that always count. An offload comes after none, and ZeRO-3 after the
+    highest lower stage that reduces as often: none of them is faster, except an offload where host
+    and device are the same cores.
     """
     after = defaultdict[ZeroState | None, list[ZeroState]](list)
-    leanest: dict[tuple[int, bool, int], ZeroState] = {}
+    simplest: dict[tuple[int, bool, int], ZeroState] = {}
     lower: dict[bool, ZeroState] = {}
     for state in states(request, mesh):
-        zero, once = state.zero_stage, state.reduces_once
-        kind = zero, once, state.copies
-        before = lower.get(once) if zero == 3 else None
-        if kind in leanest:
-            before = leanest[kind] if request.hardware.cores is None else None
-        for way in ways(request, zero, state.offload_param):
-            variant = state._replace(weights=way)
-            after[before].append(variant)
-            before = variant
-        assert before is not None
-        leanest.setdefault(kind, before)
-        if zero < 3:
-            lower.setdefault(once, before)
-            if state.num_offloads == lower[once].num_offloads:
-                lower[once] = before
+        zero = state.zero_stage
+        kind = zero, state.reduces_once, state.copies
+        before = simplest.setdefault(kind, state)
+        if before != state:
+            after[before if request.hardware.cores is None else None].append(state)
+        elif zero == 3:
+            after[lower.get(state.reduces_once)].append(state)
+        else:
+            after[None].append(state)
+            lower[state.reduces_once] = state
     return after
 
 

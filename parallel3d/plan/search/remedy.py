@@ -51,19 +51,28 @@ def gib(num_bytes: float) -> str:
     return f"{size:.1f}" if size >= 1 else f"{size:.3f}"
 
 
-def all_fit(setting: Setting, hardware: Hardware) -> bool:
-    """Return True if all ranks fit. The first is looked at first: it most often decides."""
-    room = room_of(hardware)
+def all_fit(setting: Setting, hardware: Hardware, room: tuple[int, int] | None = None) -> bool:
+    """Return True if all ranks fit. The first is looked at first: it most often decides.
+
+    - `room`: bytes of a device and of its host, if they are not those of the hardware.
+    """
+    room = room or room_of(hardware)
     return not any(exceeds(setting, coord, hardware, room) for coord in range(setting.mesh.pp))
 
 
-def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) -> Setting:
+def with_fewest_in_full(
+    setting: Setting, hardware: Hardware, room: tuple[int, int], least: int
+) -> Setting:
     """Return a setting that fits with as few layers as fit, from `least` on, recomputed in full.
 
     If none need be, its recomputation is "none".
     """
+
+    def fits(way: Recompute) -> bool:
+        return all_fit(setting.recomputing(way), hardware, room)
+
     ways = [Recompute(full_layers=n) for n in range(least, max(blocks_in_stages(setting)))]
-    enough = bisect_left(ways, True, key=lambda way: all_fit(setting.recomputing(way), hardware))
+    enough = bisect_left(ways, True, key=fits)
     return setting.recomputing(ways[enough]) if enough < len(ways) else setting
 
 
