@@ -338,6 +338,10 @@ class TrainConfig(Section):
     noise_scale_every: NaturalCount = 0
     """Steps between measurements of the gradient noise scale (`gradient_noise` in metrics.jsonl);
     0 measures nothing. Needs dp of 2 or more, and gradients that are reduced once per step."""
+    layer_history: NaturalCount = 50
+    """Last steps of which each layer's gradient norm, update and largest output are kept on the
+    device. A spike, a bad step or a request to save writes them to layers/step-N.json and names the
+    layer that left its own range first (docs/after-training.md); 0 keeps none."""
     evaluate_samples: PositiveCount = 64
     """Held-out samples per evaluation."""
     ema: EmaConfig | None = Field(default=None, exclude_if=_is_none)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, chain, groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -114,11 +114,11 @@ class OptimizerStates:
         """
 
         def begin(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            for master in _masters_in(optimizer):
+            for master in masters_in(optimizer):
                 self.begin(master)
 
         def move(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            for master in _masters_in(optimizer):
+            for master in masters_in(optimizer):
                 optimizer.state[master][optimizers.EMA].lerp_(master.detach(), 1 - decay)
 
         optimizer = self._zero.optimizer
@@ -149,10 +149,32 @@ class OptimizerStates:
         """
         for block in self._blocks:
             parts = self._zero.averaged_gradients[block[0].group]
-            flat = torch.cat([part.flatten() for part in parts])
+            starts = accumulate((part.numel() for part in parts), initial=0)
+            by_start = dict(zip(starts, parts, strict=False))
             for place in block:
                 if place.piece.held.spec.role != "balance":
-                    yield place.piece, flat.narrow(0, place.offset, place.piece.numel)
+                    part = by_start[place.offset]
+                    yield place.piece, part.flatten().narrow(0, 0, place.piece.numel)
+
+    def gradient_norms(self) -> dict[str, Tensor]:
+        """Return the norm of this rank's piece of each averaged gradient, before the update.
+
+        They are times the loss scale. With offload DeepSpeed has computed them already.
+        """
+        known = getattr(self._zero, "norm_for_param_grads", None)
+        if known is None:
+            names = []
+            gradients = []
+            for piece, gradient in self.gradients():
+                names.append(piece.held.name)
+                gradients.append(gradient)
+            return dict(zip(names, torch._foreach_norm(gradients), strict=True))
+        norms = {}
+        for place in chain.from_iterable(self._blocks):
+            held = place.piece.held
+            if held.spec.role != "balance":
+                norms[held.name] = known[self._zero.get_param_id(held.parameter)]
+        return norms
 
     @contextmanager
     def watching_update(
@@ -265,7 +287,7 @@ class OptimizerStates:
         master.grad = None
 
 
-def _masters_in(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def masters_in(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the flat masters that a step updates: at ZeRO-3 those of one group at a time."""
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -52,6 +52,8 @@ class Stages(nn.Module):
         self.stages = nn.ModuleDict({str(s): nn.ModuleList(ls) for s, ls in layers.items()})
         self.layers = layers
         self._recompute = recompute
+        self.on_output: Callable[[nn.Module, Tensor], None] = _ignore
+        """Called in each forward with a layer and its output, which may be the loss."""
 
     def forward(
         self,
@@ -105,7 +107,12 @@ class Stages(nn.Module):
             f"declares {sorted(declared)}"
         )
         side_losses.extend(own.items())
+        self.on_output(layer, x)
         return x
+
+
+def _ignore(layer: nn.Module, output: Tensor) -> None:
+    """Take an output that nobody has asked for."""
 
 
 @dataclass(frozen=True)

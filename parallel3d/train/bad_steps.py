@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from parallel3d.base.robust import robust_score
 from parallel3d.config.parallel3d_block import TrainConfig
 
 WINDOW = 128  # trained steps with which a step is compared
-FEWEST = 16  # trained steps before a spike can be told
-_NORMAL = 1.4826  # standard deviation of a normal distribution / its median absolute deviation
-_LEAST = 1e-3  # smallest deviation, as a share of the median: equal values are no reason to stop
 KEY = "bad_steps"  # in state.json
 
 
 class Verdict(NamedTuple):
-    """The action on a step: "train" on it, "skip" its update, "rewind" or "stop"; and why."""
+    """The action on a step: "train" on it, "skip" its update, "rewind" or "stop"; and why.
+
+    A spike that is trained on has a reason, too.
+    """
 
     action: str
     reason: str = ""
@@ -61,18 +62,19 @@ class BadSteps:
         if norm is not None and not 0 <= norm < math.inf:
             reason = "the gradient norm is not finite"
             return self._limited(self._train.on_nonfinite, reason, _NORM_REMEDY)
-        if self._train.on_spike != "ignore":
-            for name, value, earlier in (
-                ("loss", loss, self._losses),
-                ("gradient norm", norm, self._norms),
-            ):
-                score = robust_score(value, earlier) if value is not None else 0.0
-                if score > self._train.spike_score:
-                    reason = (
-                        f"the {name} spikes to {value:.5g} (the last {len(earlier)} steps have a "
-                        f"median of {median(earlier):.5g}; score {score:.1f})"
-                    )
-                    return self._limited(self._train.on_spike, reason, _LOSS_REMEDY)
+        for name, value, earlier in (
+            ("loss", loss, self._losses),
+            ("gradient norm", norm, self._norms),
+        ):
+            score = robust_score(value, earlier) if value is not None else 0.0
+            if score > self._train.spike_score:
+                reason = (
+                    f"the {name} spikes to {value:.5g} (the last {len(earlier)} steps have a "
+                    f"median of {median(earlier):.5g}; score {score:.1f})"
+                )
+                if self._train.on_spike == "ignore":
+                    return Verdict("train", reason)
+                return self._limited(self._train.on_spike, reason, _LOSS_REMEDY)
         return Verdict("train")
 
     def _limited(self, action: str, reason: str, remedy: str) -> Verdict:
@@ -107,16 +109,3 @@ class BadSteps:
 def left_out(state: Mapping[str, Any]) -> int:
     """Return the number of samples before a state.json's `next_sample` that rewinds left out."""
     return int(state.get(KEY, {}).get("left_out", 0))
-
-
-def robust_score(value: float, earlier: Sequence[float]) -> float:
-    """Return how many robust standard deviations a value lies above the median of earlier ones.
-
-    The deviation is 1.4826 times their median absolute deviation, so earlier spikes hardly change
-    it. 0 if there are fewer than FEWEST values.
-    """
-    if len(earlier) < FEWEST:
-        return 0.0
-    middle = median(earlier)
-    deviation = _NORMAL * median(abs(x - middle) for x in earlier)
-    return (value - middle) / max(deviation, _LEAST * abs(middle), math.ulp(1.0))

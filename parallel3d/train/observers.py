@@ -13,6 +13,7 @@ from parallel3d.train.ending import StopRequest
 from parallel3d.train.evaluation import Evaluation
 from parallel3d.train.feed import Feed
 from parallel3d.train.gradient_noise import GradientNoise
+from parallel3d.train.layer_history import LayerHistory
 from parallel3d.train.metrics import MetricsWriter
 from parallel3d.train.observer import Observer
 from parallel3d.train.output import Output
@@ -66,7 +67,18 @@ def observed_trainer(
     if train.check_bits.every:
         observers.append(CopyCheck(train.check_bits.every, mesh, parts, start.position))
     observers += guards
-    observers.append(StepFilter(config, mesh, bad, rewinder, say))
+    history = None
+    if train.layer_history:
+        history = LayerHistory(
+            train.layer_history,
+            mesh,
+            parts,
+            folder=start.folder if writer else None,
+            stop=stop,
+            say=say,
+        )
+        observers.append(history)
+    observers.append(StepFilter(config, mesh, bad, rewinder, say, history))
     if train.noise_scale_every:
         observers.append(GradientNoise(config, mesh, parts.engine))
     if train.ema:

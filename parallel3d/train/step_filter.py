@@ -12,6 +12,7 @@ from parallel3d.checkpoint.state import Position
 from parallel3d.config import CompleteConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.bad_steps import BadSteps, Verdict
+from parallel3d.train.layer_history import LayerHistory
 from parallel3d.train.observer import Observer, Rewind, Step
 from parallel3d.train.rank_step import mean_of_ranks
 from parallel3d.train.rewinding import Rewinder
@@ -26,7 +27,10 @@ class BadStep(Rewind):
 class StepFilter(Observer):
     """Stops the run at a bad step, skips it, or asks to rewind, as the settings say."""
 
-    collectives = "all_gather of losses and norm before the update, if steps may be skipped"
+    collectives = (
+        "all_gather of losses and norm before the update, if steps may be skipped; those of the "
+        "layers' history at a bad step"
+    )
 
     def __init__(
         self,
@@ -35,12 +39,15 @@ class StepFilter(Observer):
         bad: BadSteps,
         rewinder: Rewinder,
         say: Say,
+        history: LayerHistory | None = None,
     ) -> None:
+        """Create the filter; `history` is written when a step is bad, or spikes."""
         self._config = config
         self._mesh = mesh
         self._bad = bad
         self._rewinder = rewinder
         self._say = say
+        self._history = history
         self._verdict: Verdict | None = None
         self._rewinding: tuple[Step, Verdict] | None = None
         self.may_skip = bad.may_skip
@@ -60,6 +67,9 @@ class StepFilter(Observer):
         if verdict is None:
             rows = [(row.loss, *row.side_losses) for row in step.rows]
             verdict = self._judge(step, rows, norm)
+        if verdict.reason and self._history:
+            is_trained_on = verdict.action == "train"
+            self._history.write(step.end.step, verdict.reason, once=is_trained_on)
         if verdict.action == "stop":
             self._rewinder.finish_saves()
             raise TrainingError(

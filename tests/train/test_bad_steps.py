@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from scipy.stats import median_abs_deviation
 
+from parallel3d.base.robust import FEWEST, robust_score
 from parallel3d.config.parallel3d_block import TrainConfig
 from parallel3d.pipeline.executor import Executor
 from parallel3d.train import feed as feed_module
 from parallel3d.train import trainer as trainer_module
-from parallel3d.train.bad_steps import FEWEST, WINDOW, BadSteps, robust_score
+from parallel3d.train.bad_steps import WINDOW, BadSteps
 from parallel3d.train.ending import DONE, STOPPED
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import weight_error, weight_errors
