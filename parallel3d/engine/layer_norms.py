@@ -86,8 +86,12 @@ class LayerNorms:
         if not self._layer_of:
             return squares
         norms = self._engine.states.gradient_norms()
-        own = torch.stack([norms[name].to(self._device) for name in self._layer_of])
+        own = self._here(torch.stack([norms[name] for name in self._layer_of]))
         return squares.index_add_(0, self._layers, own.float().div_(self._engine.loss_scale) ** 2)
+
+    def _here(self, values: Tensor) -> Tensor:
+        """Return numbers on the mesh's device, if they are of offloaded states."""
+        return values if values.device == self._device else values.to(self._device)
 
     @contextmanager
     def updates(self) -> Iterator[Tensor]:
@@ -110,7 +114,7 @@ class LayerNorms:
                     continue
                 weights = before.pop(master)
                 for row, sample in enumerate((samples.of(master) - weights, weights)):
-                    own = samples.squares(sample).to(self._device)
+                    own = self._here(samples.squares(sample))
                     squares[row].index_add_(0, samples.layers, own)
 
         with (

@@ -1,6 +1,9 @@
 """A run with an average of its weights: what it saves, says and exports, computed by numpy."""
 
 import json
+import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +15,7 @@ from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
 from parallel3d.huggingface.source import CheckpointSource
 from tests.checkpoint.drill import LENGTH, changed, prepared_config
+from tests.launch.pages import ROOT
 from tests.train.held_out import held_out_loss
 from tests.train.running import folder_of, start
 
@@ -188,3 +192,28 @@ def test_average_of_different_models_is_refused(trained, called, tmp_path, monke
         checkpoint.main, "c", "average", run, "--last", "2", "--to", tmp_path / "out"
     )
     assert code == 2 and "average checkpoints of one model" in error
+
+
+def commands_of(*chapters):
+    """Return the commands that the chapters of docs/after-training.md tell a reader to type."""
+    page = (ROOT / "docs/after-training.md").read_text()
+    texts = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+    lines = [line for chapter in chapters for line in texts[chapter].splitlines()]
+    return [line.strip() for line in lines if line.startswith("    parallel3d ")]
+
+
+@pytest.mark.slow
+def test_commands_of_the_page_run_one_after_another(tmp_path):
+    """On a small model in place of ds.json's; its own runs are in a folder beside it."""
+    raw = prepared_config(tmp_path)
+    raw = changed(raw, {"parallel3d.train.steps": 100, "parallel3d.run.directory": "runs"})
+    (tmp_path / "ds.json").write_text(json.dumps(raw))
+    commands = commands_of("Averaged weights", "Why did the loss jump?")
+    assert len(commands) == 5
+    for command in commands:
+        words = [sys.executable, "-m", *shlex.split(command)]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}: {done.stderr[-2000:]}"
+    for name in ("averaged-weights", "average", "weighted-average"):
+        assert (tmp_path / name / "model.safetensors").is_file()
+    assert (tmp_path / "runs/averaged/report.html").is_file()

@@ -103,6 +103,30 @@ def test_page_of_two_runs_is_one_complete_file(tmp_path, command):
     assert page.count("is not measured yet; run `parallel3d plan --calibrate` first") == 2
 
 
+def test_layers_around_a_jump_are_drawn_and_the_first_one_is_named(tmp_path, command):
+    run = run_in(tmp_path / "run")
+    names = ["embedding", "blocks.0", "blocks.1", "head"]
+    steps = [*range(1, 31)]
+    quantities = {}
+    for name in ("gradient_norm", "update_over_weight", "largest_output"):
+        quantities[name] = [[1 + 0.1 * (step % 3) for _ in names] for step in steps]
+    for place in range(22, 30):
+        quantities["update_over_weight"][place][2] = 10.0
+    quantities["largest_output"][27][1] = None
+    record = {"step": 25, "reason": "the loss spikes to 9", "layers": names, "steps": steps}
+    record |= {"first_samples": [16 * step for step in steps], **quantities}
+    (run / "layers").mkdir()
+    older = record | {"step": 9, "reason": "an older one"}
+    for each in (record, older):
+        (run / f"layers/step-{each['step']}.json").write_text(json.dumps(each))
+    code, printed = command(run, "--json")
+    assert code == DONE and json.loads(printed.out)["plots"][0] == "layers"
+    page = unescape((run / "report.html").read_text())
+    assert "step 25 of run" in page and "the loss spikes to 9: blocks.1 left its own range" in page
+    assert "at step 23" in page and "an older one" not in page
+    assert (run / "report/layers.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_restarts_are_shown_at_their_steps(tmp_path):
     run = runs.read(run_in(tmp_path / "run", meshes=("1x2x2", "1x2x2", "2x1x2"), steps=9))
     assert run.restarts() == [(3 * 1024, ""), (6 * 1024, "2×1×2")]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from parallel3d.base import layer_ranges
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import WITHOUT_CP
 from parallel3d.base.reader import flat
@@ -43,6 +44,8 @@ class Run:
     config: CompleteConfig
     steps: Sequence[Line]
     events: Sequence[Line]
+    layers: Line | None = None
+    """The newest record of what its layers did (`base/layer_ranges`); None if there is none."""
 
     def curve(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and values [points] of a metric, from the steps that have it."""
@@ -122,9 +125,11 @@ def read(folder: Path) -> Run:
     if all(step.get("loss") is None for step in steps):
         raise ConfigError(f"{folder}/metrics.jsonl: has no loss yet; wait for the first step")
     journal = folder / "events.jsonl"
-    return Run(
-        folder.resolve().name, config, steps, read_lines(journal) if journal.exists() else []
-    )
+    events = read_lines(journal) if journal.exists() else []
+    records = (folder / layer_ranges.FOLDER).glob("step-*.json")
+    newest = max(records, key=lambda path: int(path.stem[len("step-") :]), default=None)
+    layers = None if newest is None else json.loads(newest.read_text(encoding="utf-8"))
+    return Run(folder.resolve().name, config, steps, events, layers)
 
 
 def planned(run: Run, name: str | None) -> Plan | str:
@@ -209,6 +214,15 @@ def pictures(runs: Sequence[Run], plans: Plans) -> Plots:
                     "libraries (some 400 MiB); the plan counts only tensors"
                 )
             drawn["memory"] = _memory(plt, runs, plans), caption
+        for run in runs:
+            if run.layers:
+                name = "layers" if len(runs) == 1 else f"layers-{run.name}"
+                caption = (
+                    f"Layers over the steps around step {run.layers['step']} of {run.name}, each "
+                    "number relative to its layer's median (white: not finite, or not measured). "
+                    f"{run.layers['reason']}: {layer_ranges.in_words(run.layers)}"
+                )
+                drawn[name] = _layers(plt, run.layers), caption
         return {name: (png(plt, figure), text) for name, (figure, text) in drawn.items()}
 
 
@@ -301,6 +315,33 @@ def _memory(plt: ModuleType, runs: Sequence[Run], plans: Plans) -> Any:
     if len(known) > 1:
         axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
         axes.legend()
+    return figure
+
+
+def _layers(plt: ModuleType, record: Line) -> Any:
+    """Draw each layer's numbers over the steps of a record, as factors of the layer's median."""
+    figure, rows = plt.subplots(len(layer_ranges.QUANTITIES), 1, sharex=True, figsize=(5.4, 6.4))
+    steps = record["steps"]
+    for axes, (name, quantity) in zip(rows, layer_ranges.QUANTITIES.items(), strict=True):
+        values = np.array(record[name], float).T  # [layers, steps]; None is NaN
+        usual = np.nanmedian(values, axis=1)
+        factors = values / np.where(usual > 0, usual, np.nan)[:, None]
+        extent = (steps[0] - 0.5, steps[-1] + 0.5, len(values) - 0.5, -0.5)
+        options = {"norm": "log", "vmin": 0.1, "vmax": 10, "cmap": "coolwarm"}
+        image = axes.imshow(
+            np.clip(factors, 0.1, None),
+            aspect="auto",
+            extent=extent,
+            interpolation="none",
+            **options,
+        )
+        axes.axvline(record["step"], color="black", ls=":", lw=0.9)
+        axes.set_title(quantity.title)
+        axes.grid(visible=False)
+        every = -(-len(values) // 8)
+        axes.set_yticks(range(0, len(values), every), record["layers"][::every])
+        figure.colorbar(image, ax=axes)
+    rows[-1].set_xlabel("step")
     return figure
 
 
