@@ -72,7 +72,7 @@ BUDGET = {
     "parallel3d/checkpoint": 10_000,
     "parallel3d/config": 14_700,
     "parallel3d/data": 31_200,
-    "parallel3d/engine": 15_000,
+    "parallel3d/engine": 16_000,
     "parallel3d/extras/calibrate": 5_900,
     "parallel3d/extras/doctor": 2_000,
     "parallel3d/extras/foreign": 15_500,

@@ -1,4 +1,4 @@
-"""What each layer did in the last steps, kept on the device and written when a step is bad."""
+"""The numbers of each layer in the last steps, which are written when a step is bad."""
 
 import json
 from collections import defaultdict, deque

@@ -177,8 +177,9 @@ def test_planted_cause_is_named(name, ends):
     record = records[event]
     assert WORDS[name] in in_words(record)
     # It is also said at once, by the rank that reports.
-    said = [line for line in ended[0].printed if line.startswith(f"step {event}: ")]
-    assert len(said) == 1 and WORDS[name] in said[0] and record["reason"] in said[0]
+    printed = [line for line in ended[0].printed if line.startswith(f"step {event}: ")]
+    assert len(printed) == 1 and WORDS[name] in printed[0]
+    assert record["reason"] in printed[0]
     # The file is written again with the steps after the event, unless the run is over before.
     last = event if event + AFTER > STEPS or name == "overflow" else event + AFTER
     assert record["steps"] == [*range(max(1, last - 49), last + 1)]
