@@ -26,7 +26,7 @@ def pytest_configure(config):
     # Not the user's own hardware; nothing is there.
     os.environ["XDG_CONFIG_HOME"] = str(config.rootpath / ".pytest_cache" / "config")
     # Before anything imports torch: the ranks are forked from a process that has it loaded.
-    if config.option.markexpr != "gpu":
+    if config.option.markexpr not in ("gpu", "gpu_first"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else a name that is no hub's is retried
         # Tiny products on many threads spend their time waiting.

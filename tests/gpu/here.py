@@ -20,7 +20,12 @@ RANKS = 4 if COUNT < 2 else COUNT
 if SHARED:
     os.environ["PARALLEL3D_BACKEND"] = STRICT  # the ranks inherit it
 
-needs_gpu = pytest.mark.skipif(COUNT == 0, reason="no GPU here, and this is about its kernels")
+TRIES = bool(os.environ.get("PARALLEL3D_TRY_ON_CPU"))
+"""True if the tests about kernels are to run on a CPU, too, as far as it has them."""
+needs_gpu = pytest.mark.skipif(
+    COUNT == 0 and not TRIES, reason="no GPU here, and this is about its kernels"
+)
+DEVICE = torch.device("cuda" if COUNT else "cpu")
 TOLERANCE = 1e-4 if COUNT else 1e-5  # CUDA's fp32 products round differently than a CPU's
 
 

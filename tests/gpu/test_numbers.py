@@ -25,13 +25,18 @@ for name in schedules.names():
             STAGES[name] = stages
 
 
-def errors_of(mesh, folder, overlap=None, update=False, on_host="none", **settings):
-    """The largest differences of a config on a mesh from one process on a CPU."""
+def errors_of(mesh, folder, overlap=None, update=False, on_host="none", changes=None, **settings):
+    """The largest differences of a config on a mesh from one process on a CPU.
+
+    `changes`: values of the block `parallel3d` by section and name.
+    """
     sizes = sizes_of(mesh)
     here.enough(sizes.ranks)
     raw = config_of(**settings)
     raw["parallel3d"]["train"]["overlap_update"] = update
     raw["parallel3d"]["pipeline"]["offload_activations"] = on_host
+    for section, values in (changes or {}).items():
+        raw["parallel3d"][section] |= values
     if overlap is not None:
         raw["zero_optimization"]["overlap_comm"] = overlap
     config = shrink(RunConfig.from_dict(raw), (sizes, MeshSizes(tp=4)), str(folder))[sizes]
