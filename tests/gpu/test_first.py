@@ -141,7 +141,7 @@ def test_flex_attention_of_dealt_tokens_and_its_gradients(window):
 def test_grouped_products_in_bf16_with_empty_groups():
     ends = torch.tensor([100, 100, 300, 301, 700, 700, 999, 1000], device=here.DEVICE).int()
     rows = on_device(1000, 256)
-    weight = on_device(8 * 512 * 256 + 1)[1:].view(8, 512, 256)  # its address is not aligned
+    weight = on_device(8 * 512 * 256 + 1)[1:].view(8, 512, 256)  # not at an aligned address
     y = grouped_product(rows, weight.mT, ends)
     grad = on_device(1000, 512)
     grad_weight = grouped_product(grad.mT, rows, ends)
