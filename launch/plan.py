@@ -7,12 +7,13 @@ table of meshes. --calibrate measures this machine, for --hardware this-machine.
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as, whole_number
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
-from parallel3d.plan.report import plan_rows, plan_table
+from parallel3d.plan.report import explain_run, plan_rows, plan_table
 
 
 @prints_errors_as("plan")
@@ -26,6 +27,12 @@ def main() -> int:
         measured = calibrate(console.print)
         if args.json:
             print(measured.model_dump_json())
+        return DONE
+    if args.explain_run:
+        explained, planned = plan_rows.compare_run(args.explain_run, args.hardware)
+        explain_run.show(explained, planned, console)
+        if args.json:
+            print(json.dumps(explained.to_json()))
         return DONE
     if not args.config:
         raise ConfigError("--config: is missing; set a config file, or the name of one in configs/")
@@ -62,6 +69,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     text = plan_rows.FIX
     add("--fix", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=text)
     add("--explain", type=whole_number(), metavar="N", help="show row N in detail")
+    text = "compare a measured step of a run with its plan (needs wall_clock_breakdown)"
+    add("--explain-run", type=Path, metavar="RUN", help=text)
     parser.add_pictures("the timeline of --explain's row")
     add("--calibrate", action="store_true", help="measure this machine")
     parser.add_json()

@@ -13,6 +13,7 @@ from pathlib import Path
 from parallel3d.base.step_lines import append_line, read_lines
 
 EVENTS = "events.jsonl"
+STEP_PARTS = "step_parts"  # the event with the parts of a step's time on each rank
 _ENDS = ("end", "fault", "refused")
 _folder: Path | None = None
 _step = 0

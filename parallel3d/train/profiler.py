@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import profile, supported_activities
 
+from parallel3d.base.journal import STEP_PARTS, record
 from parallel3d.base.mesh_sizes import AXES, WITHOUT_CP
 from parallel3d.base.say import Say
 from parallel3d.config import CompleteConfig
@@ -188,7 +189,7 @@ class Profiler(Observer):
         )
 
 
-PARTS = ("forward", "backward", "waiting", "reduction", "optimizer", "rest")
+PARTS = ("data", "forward", "backward", "waiting", "reduction", "optimizer", "rest")
 _PART_OF = {
     Op.F: "forward",
     Op.B: "backward",
@@ -202,7 +203,8 @@ class StepWatch(Observer):
     """Observes steps on every rank and prints the parts of their times on rank 0.
 
     It does so if DeepSpeed's `wall_clock_breakdown` is set. Times are means over a pipeline
-    coordinate's ranks and over the steps since the last line. "reduction" is the reduction of
+    coordinate's ranks and over the steps since the last line; those of each rank are an event
+    "step_parts" of the journal. "data" is the time to get the batch, "reduction" the reduction of
     gradients; "waiting" is receives, GATHERs and the bubble. If the program has no GATHER, ZeRO-3's
     gathers count as forward and backward.
     """
@@ -232,13 +234,14 @@ class StepWatch(Observer):
         chosen = () if logger.prof_all else logger.prof_ops
         traffic = Traffic(self._mesh, chosen) if count else None
         began = time.perf_counter()
+        began_unix = time.time()
         times = self._config.wall_clock_breakdown
         timed = (self._parts.executor, self._parts.engine) if times else ()
         with traffic or nullcontext(), timing(*timed):
             yield
         step_seconds = time.perf_counter() - began
         if times:
-            self._add(step_seconds)
+            self._add(step_seconds, before_program=self._parts.executor.started - began_unix)
             if last or (number + 1) % self._config.steps_per_print == 0:
                 self._show_times(number + 1)
         if traffic:
@@ -249,15 +252,17 @@ class StepWatch(Observer):
             self._profiled = True
             self._show_flops(number + 1, step_seconds)
 
-    def _add(self, step_seconds: float) -> None:
+    def _add(self, step_seconds: float, before_program: float) -> None:
+        """Add a step's parts; its program began `before_program` seconds after the step."""
         executor = self._parts.executor
         seconds = dict.fromkeys(PARTS, 0.0)
+        seconds["data"] = max(0.0, before_program)
         for span in executor.spans:
             name = _PART_OF.get(span.action.op)
             if name:
                 seconds[name] += span.end - span.start
         program = max((span.end for span in executor.spans), default=0.0)
-        seconds["waiting"] = max(0.0, program - sum(seconds.values()))
+        seconds["waiting"] = max(0.0, program + seconds["data"] - sum(seconds.values()))
         seconds["reduction"] += max(0.0, executor.ended - executor.started - program)
         seconds["optimizer"] = self._parts.engine.step_seconds
         seconds["rest"] = max(0.0, step_seconds - sum(seconds.values()))
@@ -268,6 +273,11 @@ class StepWatch(Observer):
     def _show_times(self, step: int) -> None:
         own = [self._mesh.pipeline.coord, *(s / self._steps for s in self._sums.values())]
         rows = self._mesh.messages.gather_floats(own)
+        if self._mesh.rank == 0:
+            ranks = [
+                {"pp_coord": int(pp), **dict(zip(PARTS, parts, strict=True))} for pp, *parts in rows
+            ]
+            record(STEP_PARTS, step=step, steps=self._steps, ranks=ranks)
         for pp in range(self._mesh.pipeline.size):
             stage_rows = [row[1:] for row in rows if row[0] == pp]
             means = [

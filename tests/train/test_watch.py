@@ -52,6 +52,7 @@ def test_parts_of_step_add_up_to_step_time(logged_run):
         total, _, parts = line.partition(": ")[2].partition(" ms = ")
         values = {word.split()[0]: float(word.split()[1]) for word in parts.split(" + ")}
         assert list(values) == [
+            "data",
             "forward",
             "backward",
             "waiting",
@@ -69,14 +70,15 @@ def test_reduction_among_actions_is_not_counted_as_waiting():
     executor = SimpleNamespace(spans=spans, started=100.0, ended=111.0)
     parts = SimpleNamespace(executor=executor, engine=SimpleNamespace(step_seconds=0.5))
     watch = StepWatch(None, None, parts, say=print)
-    watch._add(12.0)
+    watch._add(12.0, before_program=0.25)
     assert watch._sums == {
+        "data": 0.25,
         "forward": 1,
         "backward": 2,
         "waiting": 4,
         "reduction": 3 + 1,
         "optimizer": 0.5,
-        "rest": 0.5,
+        "rest": 0.25,
     }
 
 

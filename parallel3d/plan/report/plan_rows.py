@@ -14,7 +14,8 @@ from parallel3d.config import ResolvedConfig, RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE, Hardware
 from parallel3d.model.optimizers import kinds
 from parallel3d.plan.memory.peak import fullest
-from parallel3d.plan.report import plan_table
+from parallel3d.plan.report import explain_run, plan_table
+from parallel3d.plan.report.explain_run import Explanation
 from parallel3d.plan.report.plan_table import lines_of, nothing_fits, three
 from parallel3d.plan.search.best_first import Ranking, search
 from parallel3d.plan.search.candidates import gathered_longest
@@ -113,6 +114,20 @@ def to_json(ranking: Ranking, request: Request) -> JsonObject:
 def as_written(config: ResolvedConfig, request: Request) -> Plan:
     """Return the plan of a resolved config, without changing any choice."""
     return evaluate(request, replace(Setting.from_config(config), workload=request.workload))
+
+
+def compare_run(run: Path, name: str | None) -> tuple[Explanation, Plan]:
+    """Return what a run measured of its step beside its plan, and that plan.
+
+    - `name`: the hardware; None takes the config's, then this machine.
+
+    Raises ConfigError for a folder without a run or without parts of a step.
+    """
+    ranks = explain_run.measured_parts(run)
+    config = RunConfig.from_json(str(run / "config.json")).completed()
+    machine = hardware_of(config, name)
+    plan = as_written(config, request_of(config, machine, config.mesh.sizes.ranks))
+    return explain_run.explain_run(plan, ranks), plan
 
 
 _HEADER_ENTRY = 130  # approximate bytes of a chunk's entry in the header of a checkpoint file

@@ -103,18 +103,18 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
 
     The change is in words. Returns None if none of MOST_CHANGES fits.
     """
-    words = _words(*start)
+    words = words_of(*start)
 
     def cost(choices: Choices) -> tuple[int, int, Choices]:
         flow, _, state = choices
-        changed = zip(_COSTS, words, _words(*choices), strict=True)
+        changed = zip(_COSTS, words, words_of(*choices), strict=True)
         total = sum(cost for cost, old, new in changed if old != new)
         total += flow.recompute.strength + state.zero_stage + 3 * state.num_offloads
         return total, -flow.micro_batch, choices
 
     for choices in nsmallest(MOST_CHANGES, _leaner(request, *start), key=cost):
         if all_fit(candidates.setting_of(request, *choices), request.hardware):
-            pairs = zip(words, _words(*choices), strict=True)
+            pairs = zip(words, words_of(*choices), strict=True)
             return " + ".join(new for old, new in pairs if new != old), choices
     return None
 
@@ -135,11 +135,11 @@ def _leaner(request: Request, flow: Flow, order: Order, state: ZeroState) -> Ite
             yield near, other, zero
 
 
-# The cost of changing each of `_words`, besides more recomputation, ZeRO stages and offloads.
+# The cost of changing each of `words_of`, besides more recomputation, ZeRO stages and offloads.
 _COSTS = (1, 1, 2, 2, 1, 2, 6, 7)
 
 
-def _words(flow: Flow, order: Order, state: ZeroState) -> tuple[str, ...]:
+def words_of(flow: Flow, order: Order, state: ZeroState) -> tuple[str, ...]:
     """Return one text for each choice that a remedy may change."""
     several = f" x{order.stages_per_rank}" if order.stages_per_rank > 1 else ""
     each = "" if state.reduces_once else " reduced per microbatch"

@@ -1,0 +1,118 @@
+"""`parallel3d plan --explain-run`: the part of a measured step that is slower than planned."""
+
+import json
+import sys
+
+import pytest
+
+from launch import plan as command
+from parallel3d.base.errors import ConfigError
+from parallel3d.config import RunConfig
+from parallel3d.plan.report.explain_run import explain_run, measured_parts, planned_parts
+from parallel3d.plan.report.plan_rows import as_written
+from parallel3d.plan.search.plans import request_of
+from tests.plan.toy_cluster import config, machine
+
+pytestmark = pytest.mark.pure
+
+
+def plan_of(cores=0, micro_batch=4, offload="none", mesh=(2, 2)):
+    raw = config(batch=64).to_dict()
+    raw["train_micro_batch_size_per_gpu"] = micro_batch
+    raw["zero_optimization"]["offload_optimizer"] = {"device": offload}
+    raw["parallel3d"]["mesh"] = dict(zip(("pp", "dp"), mesh, strict=True))
+    ranks = mesh[0] * mesh[1]
+    resolved = RunConfig.from_dict(raw).resolve(ranks)
+    return as_written(resolved, request_of(resolved, machine(cores=cores), ranks))
+
+
+def as_planned(plan):
+    """The parts of each rank of a run that is as fast as its plan, two ranks a coordinate."""
+    ranks = []
+    for pp, parts in enumerate(planned_parts(plan)):
+        compute = parts.pop("compute")
+        own = {"pp_coord": pp, "forward": compute / 3, "backward": compute * 2 / 3, **parts}
+        ranks += [dict(own), dict(own)]
+    return ranks
+
+
+def test_planned_parts_add_up_to_the_planned_step():
+    plan = plan_of()
+    for parts in planned_parts(plan):
+        assert sum(parts.values()) == pytest.approx(plan.time.seconds, rel=1e-6)
+    explained = explain_run(plan, as_planned(plan))
+    assert explained.part == "" and explained.excess == 0 and explained.rank is None
+    measured, planned = map(sum, zip(*explained.seconds.values(), strict=True))
+    assert measured == pytest.approx(planned) == pytest.approx(plan.time.seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "setting"),
+    [
+        ("slow rank", "slow rank", "this rank's host"),
+        ("fewer threads", "compute", "OMP_NUM_THREADS"),
+        ("slow loader", "data", "parallel3d.data.read_ahead"),
+        ("slow link of the pipeline", "waiting", ""),
+        ("slow link of the replicas", "reduction", ""),
+        ("slow update", "optimizer", ""),
+    ],
+)
+def test_part_with_a_planted_excess_is_named(name, part, setting):
+    """A rank waits for a slow one at the next collective: its time is in the others' waits."""
+    plan = plan_of(cores=4)
+    ranks = as_planned(plan)
+    lost = 0.3 * plan.time.seconds
+    for place, rank in enumerate(ranks):
+        if name == "slow rank" and place == 2:
+            rank["backward"] += lost
+        elif name == "slow rank":
+            rank["reduction"] += lost
+        elif name == "fewer threads":
+            rank["forward"] *= 1.5
+            rank["backward"] *= 1.5
+        elif name == "slow loader" and place != 1:
+            rank["waiting"] += lost
+        else:
+            rank[part] += lost
+    explained = explain_run(plan, ranks)
+    assert explained.part == part and setting in explained.setting
+    assert explained.rank == (2 if name == "slow rank" else None)
+    if name != "fewer threads":
+        assert explained.excess == pytest.approx(lost)
+
+
+def test_run_that_is_as_slow_as_planned_is_told_the_best_setting():
+    small = explain_run(plan_of(micro_batch=1), as_planned(plan_of(micro_batch=1)))
+    assert small.setting.startswith("micro batch ") and small.gain > 0
+    offloaded = plan_of(offload="cpu")
+    told = explain_run(offloaded, as_planned(offloaded))
+    assert told.setting == "optimizer on none"
+    without = plan_of()
+    assert told.gain == pytest.approx(offloaded.time.seconds - without.time.seconds, rel=1e-6)
+
+
+def test_command_reads_a_run_and_refuses_one_without_parts(tmp_path, monkeypatch, capsys):
+    plan = plan_of(mesh=(1, 1))
+    own = plan.request.config
+    (tmp_path / "config.json").write_text(json.dumps(own.to_public_dict()))
+    (ranks,) = planned_parts(plan)
+    compute = ranks.pop("compute")
+    rank = {"pp_coord": 0, "forward": compute, "backward": 0.0, **ranks, "data": plan.time.seconds}
+    launch = {"event": "launch", "step": 0}
+    parts = {"event": "step_parts", "step": 5, "steps": 5, "ranks": [rank]}
+    journal = tmp_path / "events.jsonl"
+    journal.write_text(f"{json.dumps(launch)}\n")
+    with pytest.raises(ConfigError, match="has no parts of a step; run it with --wall_clock_bre"):
+        measured_parts(tmp_path)
+    with pytest.raises(ConfigError, match="name the folder of a run"):
+        measured_parts(tmp_path / "other")
+    journal.write_text(f"{json.dumps(launch)}\n{json.dumps(parts)}\n")
+    toy = tmp_path / "toy.json"
+    toy.write_text(plan.request.hardware.model_dump_json(exclude_none=True))
+    words = ["plan", "--explain-run", str(tmp_path), "--hardware", str(toy), "--json"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert command.main() == 0
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    assert answer["part"] == "data" and answer["parts"]["data"]["measured"] == plan.time.seconds
+    assert "largest excess: data" in printed.err and "read_ahead" in printed.err
