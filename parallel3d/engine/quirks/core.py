@@ -148,8 +148,8 @@ def group_kinds(
     """Return the kind of each optimizer group.
 
     There are two groups for each distinct rate of a role, so all stages have the same groups. An
-    optimizer of whole matrices has groups of its own for hidden ones, and so have experts that
-    ranks divide among them.
+    optimizer of whole matrices has groups of its own for hidden ones, and so have the matrices and
+    the biases of experts that ranks divide among them.
     """
     kinds: list[GroupKind] = []
     for role, rate in rates.items():
@@ -160,6 +160,7 @@ def group_kinds(
                 kinds.append(kind)
     if divides_experts:
         kinds.append(GroupKind(rates[MATRIX], True, whole_matrices, True))
+        kinds.append(GroupKind(rates[None], False, experts=True))
     return kinds
 
 
@@ -180,6 +181,8 @@ def param_groups(
         divided = is_of_experts(h.parameter)
         kind = GroupKind(rates[h.spec.role], h.spec.weight_decay, matrices, divided)
         of_kind[kind].append(h.parameter)
+    left_out = of_kind.keys() - set(kinds)
+    assert not left_out, f"no group for parameters of {left_out}"
     for kind, weight in zip(kinds, placeholders.parameters(), strict=True):
         group: dict[str, object] = {
             "params": [*of_kind[kind], weight],
