@@ -14,7 +14,7 @@ from parallel3d.train.ending import DONE
 from parallel3d.verify.local_ranks import run_locally
 from tests.data.chats import MARKED, save_tokenizer_with, turns, write_lines
 from tests.tasks.test_scores import HERE
-from tests.train.running import start
+from tests.train.running import train_on_rank
 from tests.train.test_evaluate import evaluate_on_rank
 
 pytestmark = pytest.mark.gloo
@@ -43,13 +43,12 @@ def setting(text, name):
     return json.loads(f"{{{block}}}")[name]
 
 
-def evaluate_in(rank, folder, calls):
+def train_and_score(rank, folder, raw, words):
+    """Train in a folder, then score the run under the name that the page has there."""
     os.chdir(folder)
-    return evaluate_on_rank(rank, calls)
-
-
-def go_to(rank, folder):
-    os.chdir(folder)
+    ended = train_on_rank(rank, raw)
+    Path("runs/mine").symlink_to("chat")
+    return ended, evaluate_on_rank(rank, [words])
 
 
 @pytest.fixture
@@ -91,11 +90,16 @@ def test_commands_of_the_page(place, called):
     assert code == DONE and re.search(r"assistant *\n *⟦\d+<\|end\|>", printed)
     assert train[:3] == ["launch/train.py", "--config", "chat.json"]
     config = RunConfig.from_json("chat.json", train[3:])
-    (ended,) = start(config.to_public_dict(), (1, 1, 1), go_to, place)
+    raw = config.to_public_dict()
+    ((ended, ((code, printed),)),) = run_locally(
+        train_and_score, 1, place, raw, [*score[1:], "--json"]
+    )
     assert ended.code == DONE, ended.error
     lines = [json.loads(line) for line in Path("runs/chat/metrics.jsonl").read_text().splitlines()]
     scored = {line["step"]: line["scores"]["mine"] for line in lines if "scores" in line}
     assert list(scored) == [2, STEPS]
+    assert code == DONE
+    assert json.loads(printed)["tasks"]["mine"] == pytest.approx(scored[STEPS], rel=1e-6)
     assert sum("step 2  mine  acc " in line for line in ended.printed) == 1
     code, printed, _ = called(generate.main, *talk, "--max-new-tokens", "3")
     assert code == DONE and "What is" not in printed
@@ -104,7 +108,3 @@ def test_commands_of_the_page(place, called):
     assert "<|end|>" in (weights / "tokenizer_config.json").read_text()
     assert called(report.main, "report.py", "runs/chat")[0] == DONE
     assert Path("runs/chat/report/scores.png").exists()
-    Path("runs/chat").rename("runs/mine")
-    ((code, printed),) = run_locally(evaluate_in, 1, place, [[*score[1:], "--json"]])[0]
-    assert code == DONE
-    assert json.loads(printed)["tasks"]["mine"] == pytest.approx(scored[STEPS], rel=1e-6)

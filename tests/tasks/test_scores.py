@@ -45,7 +45,6 @@ def run(tmp_path_factory):
     """A run whose checkpoint has weights far from their start, and its export."""
     root = tmp_path_factory.mktemp("llama")
     texts = [(HERE / "questions.jsonl").read_text()] * 2
-    (root / "a.txt").write_text(texts[0])
     run = checkpoint_of(small("llama"), root, tokenizer_in(root / "tokenizer", texts))
     with pytest.MonkeyPatch.context() as patch:
         words = ["convert.py", "export", str(run), "--to", str(root / "out")]
@@ -139,25 +138,35 @@ def forget_the_order(patch):
     patch.setattr(Scorer, "lead", unordered)
 
 
-def scored(run, mesh, expected, plants=(nothing,), **settings):
-    """Responses and scores with each of these bugs, on the ranks of a mesh pp x dp x tp."""
-    pp, dp, tp = mesh
+def words_for(run, mesh, **settings):
+    """The arguments of the command that scores a run on a mesh pp x dp x tp."""
+    pp, _, tp = mesh
     words = [run, "--json", "--tasks", *TASKS, "--mesh.pp", pp, "--mesh.tp", tp]
     given = {
-        "data.paths": str(run.parent / "a.txt"),
-        "data.cache": run.parent / "cache",
         "data.sequence_length": LENGTH,
-        "data.held_out_fraction": 0,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
     } | settings
     for name, value in given.items():
         words += [f"--{name}", value]
-    ranks = run_locally(score_on_rank, pp * dp * tp, words, expected[2], plants)
-    outcome = []
-    for code, printed, responses in ranks[0]:
+    return words
+
+
+def read(results):
+    """Responses and scores of each result of rank 0."""
+    outcomes = []
+    for code, printed, responses in results:
         assert code == DONE, printed
-        outcome.append((responses, json.loads(printed)["tasks"]))
+        outcomes.append((responses, json.loads(printed)["tasks"]))
+    return outcomes
+
+
+def scored(run, mesh, expected, **settings):
+    """Responses and scores on the ranks of a mesh pp x dp x tp."""
+    pp, dp, tp = mesh
+    words = words_for(run, mesh, **settings)
+    results, *_ = run_locally(score_on_rank, pp * dp * tp, words, expected[2], (nothing,))
+    (outcome,) = read(results)
     return outcome
 
 
@@ -179,13 +188,31 @@ def compare(outcome, expected):
 
 
 def test_log_likelihoods_are_those_of_lm_evals_own_model(run, expected):
-    (outcome,) = scored(run, (2, 1, 2), expected)
+    outcome = scored(run, (2, 1, 2), expected)
     compare(outcome, expected)
 
 
-def test_planted_bugs_are_seen(run, expected):
-    plants = (nothing, predict_one_later, count_padding, forget_the_order)
-    outcome, *wrong = scored(run, (1, 2, 1), expected, plants)
+PLANTS = (nothing, predict_one_later, count_padding, forget_the_order)
+
+
+def everything_on_rank(rank, run, greedy, bad):
+    """The scores with each planted bug, and what else ends a scoring."""
+    mesh = (1, 2, 1)
+    scores = score_on_rank(rank, words_for(run, mesh), greedy, PLANTS)
+    return scores, fail_on_rank(rank, words_for(run, mesh), bad)
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(run, expected):
+    """What each of two ranks comes to, in one launch."""
+    bad = run.parent / "bad.yaml"
+    bad.write_text("task: bad\ndoc_to_txt: b\n")
+    return run_locally(everything_on_rank, 2, run, expected[2], bad)
+
+
+def test_planted_bugs_are_seen(on_two_ranks, expected):
+    (results, _), _ = on_two_ranks
+    outcome, *wrong = read(results)
     compare(outcome, expected)
     for result in wrong:
         with pytest.raises(AssertionError):
@@ -195,7 +222,7 @@ def test_planted_bugs_are_seen(run, expected):
 @pytest.mark.slow  # the two above have every axis
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 2, 2)])
 def test_log_likelihoods_on_every_mesh(run, expected, mesh):
-    (outcome,) = scored(run, mesh, expected)
+    outcome = scored(run, mesh, expected)
     compare(outcome, expected)
 
 
@@ -211,7 +238,7 @@ def test_log_likelihoods_on_every_mesh(run, expected, mesh):
     ],
 )
 def test_log_likelihoods_with_every_setting(run, expected, mesh, settings):
-    (outcome,) = scored(run, mesh, expected, **settings)
+    outcome = scored(run, mesh, expected, **settings)
     compare(outcome, expected)
 
 
@@ -243,35 +270,29 @@ def test_bad_task_is_refused_by_name(tmp_path, name):
     assert message in str(caught.value) and name.removesuffix(".yaml") in str(caught.value)
 
 
-def test_stops_and_errors_end_all_ranks(run):
+def test_stops_and_errors_end_all_ranks(run, on_two_ranks):
     """A request to stop, a bad task before the weights are read, an error between forwards."""
-    bad = run.parent / "bad.yaml"
-    bad.write_text("task: bad\ndoc_to_txt: b\n")
-    first, second = run_locally(fail_on_rank, 2, run, bad)
+    (_, first), (_, second) = on_two_ranks
     assert first == second
+    unknown = "doc_to_txt: is not a field of a task; did you mean doc_to_text?"
     assert first == [
         (STOPPED, ""),
-        (
-            "ConfigError",
-            f"--tasks: {bad}: doc_to_txt: is not a field of a task; did you mean doc_to_text?",
-        ),
+        ("ConfigError", f"--tasks: {run.parent / 'bad.yaml'}: {unknown}"),
         ("TrainingError", "lm_eval failed: 'of a task'"),
     ]
 
 
-def fail_on_rank(rank, run, bad):
+def fail_on_rank(rank, words, bad):
     def fail(lm, tasks, **_):
         lm._loglikelihood_tokens([(None, [1], [2])])
         raise KeyError("of a task")
 
-    words = ["--data.paths", run.parent / "a.txt", "--data.cache", run.parent / "cache"]
-    words += ["--data.held_out_fraction", 0, "--data.sequence_length", LENGTH]
-    results = evaluate_on_rank(rank, [[run, *words, "--tasks", TASKS[0]]], stops=True)
+    results = evaluate_on_rank(rank, [words], stops=True)
     with patch.object(evaluate_checkpoint, "load_weights", None):
-        results += evaluate_on_rank(rank, [[run, *words, "--tasks", bad]])
+        results += evaluate_on_rank(rank, [[*words, "--tasks", bad]])
     with patch.object(library, "evaluate", fail):
         try:
-            evaluate_on_rank(rank, [[run, *words, "--tasks", TASKS[0]]])
+            evaluate_on_rank(rank, [words])
         except TrainingError as error:
             results.append((type(error).__name__, str(error)))
     return results
