@@ -187,19 +187,18 @@ def compare(outcome, expected):
     assert scores.keys() == their_scores.keys()
 
 
-def test_log_likelihoods_are_those_of_lm_evals_own_model(run, expected):
-    outcome = scored(run, (2, 1, 2), expected)
-    compare(outcome, expected)
-
-
-PLANTS = (nothing, predict_one_later, count_padding, forget_the_order)
+TWO_RANKS = ((1, 2, 1), (2, 1, 1), (1, 1, 2))
+PLANTS = (predict_one_later, count_padding, forget_the_order)
 
 
 def everything_on_rank(rank, run, greedy, bad):
-    """The scores with each planted bug, and what else ends a scoring."""
-    mesh = (1, 2, 1)
-    scores = score_on_rank(rank, words_for(run, mesh), greedy, PLANTS)
-    return scores, fail_on_rank(rank, words_for(run, mesh), bad)
+    """The scores on each mesh and with each planted bug, and what else ends a scoring."""
+    scores = []
+    for mesh in TWO_RANKS:
+        scores += score_on_rank(rank, words_for(run, mesh), greedy, (nothing,))
+    words = words_for(run, (1, 2, 1))
+    wrong = score_on_rank(rank, words, greedy, PLANTS)
+    return scores, wrong, fail_on_rank(rank, words, bad)
 
 
 @pytest.fixture(scope="module")
@@ -210,18 +209,24 @@ def on_two_ranks(run, expected):
     return run_locally(everything_on_rank, 2, run, expected[2], bad)
 
 
+def test_log_likelihoods_are_those_of_lm_evals_own_model(on_two_ranks, expected):
+    outcomes = read(on_two_ranks[0][0])
+    assert len(outcomes) == len(TWO_RANKS)
+    for outcome in outcomes:
+        compare(outcome, expected)
+
+
 def test_planted_bugs_are_seen(on_two_ranks, expected):
-    (results, _), _ = on_two_ranks
-    outcome, *wrong = read(results)
-    compare(outcome, expected)
-    for result in wrong:
+    outcomes = read(on_two_ranks[0][1])
+    assert len(outcomes) == len(PLANTS)
+    for outcome in outcomes:
         with pytest.raises(AssertionError):
-            compare(result, expected)
+            compare(outcome, expected)
 
 
-@pytest.mark.slow  # the two above have every axis
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 2, 2)])
-def test_log_likelihoods_on_every_mesh(run, expected, mesh):
+@pytest.mark.slow  # the test above has every axis
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+def test_log_likelihoods_on_one_and_eight_ranks(run, expected, mesh):
     outcome = scored(run, mesh, expected)
     compare(outcome, expected)
 
@@ -272,7 +277,7 @@ def test_bad_task_is_refused_by_name(tmp_path, name):
 
 def test_stops_and_errors_end_all_ranks(run, on_two_ranks):
     """A request to stop, a bad task before the weights are read, an error between forwards."""
-    (_, first), (_, second) = on_two_ranks
+    (_, _, first), (_, _, second) = on_two_ranks
     assert first == second
     unknown = "doc_to_txt: is not a field of a task; did you mean doc_to_text?"
     assert first == [
