@@ -13,7 +13,7 @@ from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as, whole_number
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
-from parallel3d.plan.report import explain_run, plan_rows, plan_table
+from parallel3d.plan.report import explain_run, from_run, plan_rows, plan_table
 
 
 @prints_errors_as("plan")
@@ -34,10 +34,17 @@ def main() -> int:
         if args.json:
             print(json.dumps(explained.to_json()))
         return DONE
+    if args.from_run and not args.config:
+        args.config = str(args.from_run / "config.json")
     if not args.config:
         raise ConfigError("--config: is missing; set a config file, or the name of one in configs/")
     config = RunConfig.from_json(args.config, overrides)
     machine = plan_rows.hardware_of(config, args.hardware)
+    if args.from_run:
+        explained, planned = plan_rows.compare_run(args.from_run, machine)
+        correction = from_run.correction_of(planned, explained)
+        terminal.say(console, f"corrected by {args.from_run}: {correction.words}")
+        machine = correction.applied(machine)
     devices = args.devices if args.devices is not None else plan_rows.devices_of(config, machine)
     request = plan_rows.make_request(config, machine, devices, args.fix)
     ranking = plan_rows.rank_plans(request, args.rows)
@@ -71,6 +78,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     add("--explain", type=whole_number(), metavar="N", help="show row N in detail")
     text = "compare a measured step of a run with its plan (needs wall_clock_breakdown)"
     add("--explain-run", type=Path, metavar="RUN", help=text)
+    text = "correct the plan by a measured step of a run (needs wall_clock_breakdown)"
+    add("--from-run", type=Path, metavar="RUN", help=text)
     parser.add_pictures("the timeline of --explain's row")
     add("--calibrate", action="store_true", help="measure this machine")
     parser.add_json()

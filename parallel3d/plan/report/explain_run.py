@@ -41,12 +41,12 @@ def measured_parts(run: Path) -> list[dict[str, Any]]:
         events = read_lines(run / EVENTS)
     except OSError as error:
         raise ConfigError(
-            f"--explain-run {run}: {error.strerror}; name the folder of a run, such as runs/first"
+            f"{run}: {error.strerror}; name the folder of a run, such as runs/first"
         ) from None
     recorded = [event for event in events if event["event"] == STEP_PARTS]
     if not recorded:
         raise ConfigError(
-            f"--explain-run {run}: has no parts of a step; run it with "
+            f"{run}: has no parts of a step; run it with "
             "--wall_clock_breakdown true --steps_per_print 5 for ten steps"
         )
     ranks: list[dict[str, Any]] = recorded[-1]["ranks"]
@@ -148,10 +148,10 @@ def _change(
             return "parallel3d.data.read_ahead: read more steps in advance", excess
         case "slow rank":
             return "leave this rank's host out, or free it of other work", excess
-        case "compute" if plan.request.hardware.cores is not None:
-            return "OMP_NUM_THREADS: more threads for a rank, or fewer ranks on the cores", excess
-        case _:
-            return _best_neighbour(plan, seconds)
+    found = _best_neighbour(plan, seconds)
+    if part == "compute" and plan.request.hardware.cores is not None and excess > found[1]:
+        return "OMP_NUM_THREADS: more threads for a rank, or fewer ranks on the cores", excess
+    return found
 
 
 # The parts of a plan, by the measured part in which they mostly are.

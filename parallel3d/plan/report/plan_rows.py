@@ -116,16 +116,17 @@ def as_written(config: ResolvedConfig, request: Request) -> Plan:
     return evaluate(request, replace(Setting.from_config(config), workload=request.workload))
 
 
-def compare_run(run: Path, name: str | None) -> tuple[Explanation, Plan]:
+def compare_run(run: Path, machine: Hardware | str | None) -> tuple[Explanation, Plan]:
     """Return what a run measured of its step beside its plan, and that plan.
 
-    - `name`: the hardware; None takes the config's, then this machine.
+    - `machine`: the hardware or its name; None takes the config's, then this machine.
 
     Raises ConfigError for a folder without a run or without parts of a step.
     """
     ranks = explain_run.measured_parts(run)
     config = RunConfig.from_json(str(run / "config.json")).completed()
-    machine = hardware_of(config, name)
+    if not isinstance(machine, Hardware):
+        machine = hardware_of(config, machine)
     plan = as_written(config, request_of(config, machine, config.mesh.sizes.ranks))
     return explain_run.explain_run(plan, ranks), plan
 
