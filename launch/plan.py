@@ -13,7 +13,7 @@ from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as, whole_number
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
-from parallel3d.plan.report import explain_run, from_run, plan_rows, plan_table
+from parallel3d.plan.report import explain_run, plan_rows, plan_table
 
 
 @prints_errors_as("plan")
@@ -41,10 +41,7 @@ def main() -> int:
     config = RunConfig.from_json(args.config, overrides)
     machine = plan_rows.hardware_of(config, args.hardware)
     if args.from_run:
-        explained, planned = plan_rows.compare_run(args.from_run, machine)
-        correction = from_run.correction_of(planned, explained)
-        terminal.say(console, f"corrected by {args.from_run}: {correction.words}")
-        machine = correction.applied(machine)
+        machine = plan_rows.corrected(machine, args.from_run, console)
     devices = args.devices if args.devices is not None else plan_rows.devices_of(config, machine)
     request = plan_rows.make_request(config, machine, devices, args.fix)
     ranking = plan_rows.rank_plans(request, args.rows)

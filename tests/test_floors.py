@@ -66,7 +66,7 @@ ROOMS = [
 # out, and 10 % of air. A change that needs more raises the number here and says what it removed.
 # Nobody packs code to stay below a number, or lowers one to what stands.
 BUDGET = {
-    "launch": 6_500,
+    "launch": 6_700,
     "models": 28_500,
     "parallel3d/base": 7_900,
     "parallel3d/checkpoint": 10_000,
@@ -84,7 +84,7 @@ BUDGET = {
     "parallel3d/mesh": 9_800,
     "parallel3d/model": 6_100,
     "parallel3d/pipeline": 3_400,
-    "parallel3d/plan": 23_500,
+    "parallel3d/plan": 24_200,
     "parallel3d/schedule": 6_800,
     "parallel3d/tensor": 13_600,
     "parallel3d/train": 20_900,

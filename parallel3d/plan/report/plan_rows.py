@@ -16,6 +16,7 @@ from parallel3d.model.optimizers import kinds
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import explain_run, plan_table
 from parallel3d.plan.report.explain_run import Explanation
+from parallel3d.plan.report.from_run import correction_of
 from parallel3d.plan.report.plan_table import lines_of, nothing_fits, three
 from parallel3d.plan.search.best_first import Ranking, search
 from parallel3d.plan.search.candidates import gathered_longest
@@ -129,6 +130,14 @@ def compare_run(run: Path, machine: Hardware | str | None) -> tuple[Explanation,
         machine = hardware_of(config, machine)
     plan = as_written(config, request_of(config, machine, config.mesh.sizes.ranks))
     return explain_run.explain_run(plan, ranks), plan
+
+
+def corrected(machine: Hardware, run: Path, out: Console) -> Hardware:
+    """Return the hardware with curves that are corrected by a measured run, and print by what."""
+    explained, planned = compare_run(run, machine)
+    correction = correction_of(planned, explained)
+    terminal.say(out, f"corrected by {run}: {correction.words}")
+    return correction.applied(machine)
 
 
 _HEADER_ENTRY = 130  # approximate bytes of a chunk's entry in the header of a checkpoint file

@@ -33,8 +33,8 @@ def test_run_of_a_slower_machine_corrects_all_other_meshes(mesh):
     for rank in ranks:  # a run's host time is in "rest", where no plan has any
         rank["optimizer"] -= 0.002
         rank["rest"] += 0.002
-    found = correction_of(plan, explain_run(plan, ranks))
-    corrected = found.applied(machine())
+    correction = correction_of(plan, explain_run(plan, ranks))
+    corrected = correction.applied(machine())
     compared = 0
     for other in search(request_of(config(batch=64), machine(), 4), rows=8).plans:
         before, after, true = (
@@ -48,9 +48,9 @@ def test_run_of_a_slower_machine_corrects_all_other_meshes(mesh):
 
 def test_run_as_fast_as_planned_corrects_nothing():
     plan = plan_of()
-    found = correction_of(plan, explain_run(plan, as_planned(plan)))
-    assert all(factor == pytest.approx(1) for factor in found.factors.values())
-    again = on(plan, found.applied(plan.request.hardware))
+    correction = correction_of(plan, explain_run(plan, as_planned(plan)))
+    assert all(factor == pytest.approx(1) for factor in correction.factors.values())
+    again = on(plan, correction.applied(plan.request.hardware))
     assert again.time.seconds == pytest.approx(plan.time.seconds)
 
 
