@@ -11,9 +11,9 @@ from torch import Tensor
 from parallel3d.engine.engine import Engine
 from parallel3d.engine.optimizer_states import Place, masters_in, masters_of, places_of
 
-SAMPLE = 4096
-"""Elements of a parameter's piece that are measured in any case; pieces of twice as many or more
-are measured at each second, third, ... element."""
+SAMPLE = 1024
+"""About as many elements of a parameter's piece are measured: each third, fifth, ... element of a
+larger one, an odd step so that all rows and columns of a matrix take part."""
 
 
 class _Samples(NamedTuple):
@@ -61,10 +61,16 @@ class LayerNorms:
                 self._layer_of[name] = layer
                 by_master[masters[place.group]].append(place)
         self._samples = {master: self._sampled(master, own) for master, own in by_master.items()}
+        self._weights: dict[Tensor, Tensor] = {}
+        """The samples of each master after the last step."""
         self._layers = torch.tensor([*self._layer_of.values()], device=self._device)
 
+    def forget(self) -> None:
+        """Take new samples before the next step, because a checkpoint was loaded."""
+        self._weights.clear()
+
     def _sampled(self, master: Tensor, places: Sequence[Place]) -> _Samples:
-        strides = [max(1, place.piece.numel // SAMPLE) for place in places]
+        strides = [place.piece.numel // SAMPLE | 1 for place in places]
         slices = []
         for place, stride in zip(places, strides, strict=True):
             slices.append(slice(place.offset, place.offset + place.piece.numel, stride))
@@ -100,20 +106,21 @@ class LayerNorms:
         They are estimated from samples of the masters before and after it; 0 if it was skipped.
         """
         squares = torch.zeros(2, self._num_layers, device=self._device)
-        before: dict[Tensor, Tensor] = {}
 
         def begin(optimizer: torch.optim.Optimizer, *_: object) -> None:
             for master in masters_in(optimizer):
-                if master in self._samples:
-                    before[master] = self._samples[master].of(master)
+                if master in self._samples and master not in self._weights:
+                    self._weights[master] = self._samples[master].of(master)
 
         def end(optimizer: torch.optim.Optimizer, *_: object) -> None:
             for master in masters_in(optimizer):
                 samples = self._samples.get(master)
                 if samples is None:
                     continue
-                weights = before.pop(master)
-                for row, sample in enumerate((samples.of(master) - weights, weights)):
+                before = self._weights[master]
+                after = samples.of(master)
+                self._weights[master] = after  # those before the next step
+                for row, sample in enumerate((after - before, before)):
                     own = self._here(samples.squares(sample))
                     squares[row].index_add_(0, samples.layers, own)
 

@@ -61,14 +61,14 @@ class LayerHistory(Observer):
         self._layer_of: dict[nn.Module, int] = {}
         for stage, layers in stages.module.layers.items():
             self._layer_of |= zip(layers, stages.layers_of_stage[stage], strict=True)
-        self._largest: dict[int, list[Tensor]] = {}
+        self._largest: dict[int, list[Tensor]] = {}  # ends of the ranges of its outputs
         stages.module.on_output = self._note
 
     def _note(self, layer: nn.Module, output: Tensor) -> None:
-        """Note the largest element of a layer's output in training; NaN if there is one."""
+        """Note the ends of the range of a layer's output in training; NaN if there is one."""
         number = self._layer_of[layer]
         if torch.is_grad_enabled() and number < len(self._names) - 1:
-            self._largest[number].append(output.detach().abs().amax())
+            self._largest[number] += torch.aminmax(output.detach())  # abs() would need memory
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
@@ -79,7 +79,7 @@ class LayerHistory(Observer):
             yield
         self._row[1:3] = squares
         for number, values in self._largest.items():
-            self._row[3, number] = torch.stack(values).amax()
+            self._row[3, number] = torch.stack(values).abs().amax()
         self._steps.append((step.number, step.start.next_sample))
 
     def computed(self, step: Step) -> None:
@@ -97,6 +97,7 @@ class LayerHistory(Observer):
 
     def rewound(self, position: Position, state: Mapping[str, Any]) -> None:
         """Forget the steps that will be repeated."""
+        self._norms.forget()
         self._events.clear()
         self._newest = -CLOSE
         while self._steps and self._steps[-1][0] >= position.step:
