@@ -269,7 +269,8 @@ def weighs_tokens(section: SourceConfig) -> bool:
 def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of a tokenizer that does not fit the sources' text or token ids."""
     sources = data.mixture if data.source == "mixture" else (data,)
-    kinds = {yields_token_ids(source) for source in (*sources, *data.validation.values())}
+    every_source = (*sources, *data.validation.values())
+    kinds = {yields_token_ids(source) for source in every_source}
     end = data.end_of_text_id
     remedy = 'write the "vocab_size" and "end_of_text_id" of the ids'
     has_none = data.tokenizer == "none"
@@ -281,7 +282,7 @@ def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
             "cannot be trained on token ids",
             'name the tokenizer that made them, or "none" with vocab_size and end_of_text_id',
         )
-    if data.tokenizer == "train" and any(source.source == "chat" for source in sources):
+    if data.tokenizer == "train" and any(source.source == "chat" for source in every_source):
         yield Problem(
             "tokenizer",
             "train",

@@ -72,7 +72,7 @@ def check_tasks(train: TrainConfig, data: DataConfig) -> Iterator[Problem]:
             "parallel3d.train.evaluate_tasks.tasks",
             tasks,
             'are texts, which need a tokenizer, and parallel3d.data.tokenizer is "none"',
-            "name the tokenizer that made the ids, or remove the tasks",
+            "remove it, or name another tokenizer: the one that made the ids",
         )
 
 

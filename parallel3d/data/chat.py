@@ -54,9 +54,12 @@ Messages = list[dict[str, Any]]
 
 
 class Template:
-    """The chat template of the tokenizer in `directory`; raise DataError if it has none."""
+    """The chat template of the tokenizer in `directory`; raise DataError if it has none.
 
-    def __init__(self, directory: Path) -> None:
+    `name` is the tokenizer's, for messages.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
         self._tokenizer: Any = load_tokenizer(directory)
         # A conversation that is too long is counted here, without a warning for each.
         self._tokenizer.model_max_length = 10**12
@@ -65,12 +68,12 @@ class Template:
         )
         if not self._tokenizer.chat_template:
             raise DataError(
-                f"{directory} has no chat template, which data.source = 'chat' needs; add"
-                " chat_template.jinja to the tokenizer's folder"
+                f'data.tokenizer = {name!r}: has no chat template, which source "chat" needs; use a'
+                " folder with the tokenizer and a chat_template.jinja"
             )
         if not self._tokenizer.is_fast:
             raise DataError(
-                f"{directory}: the tokenizer does not say which characters a token stands for, so"
+                f"data.tokenizer = {name!r}: does not say which characters a token stands for, so"
                 " the assistant's tokens are unknown; use one with a tokenizer.json"
             )
 
@@ -145,7 +148,7 @@ def find_chat(
     Raises DataError for unusable conversations, unless `data.on_error` is "skip" and they are few
     enough, and if none is left.
     """
-    template = Template(tokenizer)
+    template = Template(tokenizer, config.tokenizer)
     identity = (directory_digest(tokenizer), config.sequence_length, config.max_line_bytes)
     files: list[TokenFile] = []
     digests: list[str] = []

@@ -25,6 +25,8 @@ TRACKERS = f"{P3D}.run.trackers"
 LR = f"{P3D}.train.lr_schedule"
 AC = "activation_checkpointing"
 ON = {"enabled": True}
+IDS_ALONE = {"source": "tokens", "paths": ["a.npy"], "sequence_length": 128}
+IDS_ALONE |= {"tokenizer": "none", "vocab_size": 300, "end_of_text_id": 0}
 BALANCED = {"sequence_length": 128, "isolate_documents": True, "balance_microbatches": True}
 PASTE = '"params": {"lr": 0.0003, "betas": [0.9, 0.95], "weight_decay": 0.1}'
 
@@ -227,6 +229,10 @@ BAD_TOGETHER = [
      f"{P3D}.model.attn_pdrop", 0.1, "whole samples, which cp=2 ranks share", "or mesh.cp = 1"),
     ({f"{P3D}.mesh.cp": 2, f"{P3D}.model": MOE | {"capacity_factor": 1.25}},
      f"{P3D}.model.capacity_factor", 1.25, "the last tokens of whole samples", "use null, or mesh"),
+    ({f"{P3D}.train.evaluate_tasks.every": 5},
+     f"{P3D}.train.evaluate_tasks.tasks", [], "is empty", "name tasks, such as"),
+    ({f"{P3D}.data": IDS_ALONE, f"{P3D}.train.evaluate_tasks.tasks": ["mine.yaml"]},
+     f"{P3D}.train.evaluate_tasks.tasks", ["mine.yaml"], "need a tokenizer", "remove it, or"),
     ({f"{P3D}.data.balance_microbatches": True},
      f"{P3D}.data.balance_microbatches", True, "needs isolate_documents", "isolate_documents ="),
     ({f"{P3D}.data": BALANCED, f"{P3D}.train.noise_scale_every": 5, f"{P3D}.mesh.dp": 2},

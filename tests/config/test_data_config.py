@@ -13,6 +13,7 @@ pytestmark = pytest.mark.pure
 
 PART = {"source": "text", "paths": ["a.txt"], "weight": 0.5}
 IDS = {"source": "megatron", "paths": ["a"]}
+CHAT = {"source": "chat", "paths": ["a"]}
 NO_TOKENIZER = {"tokenizer": "none", "vocab_size": 50257, "end_of_text_id": 50256}
 
 
@@ -107,6 +108,12 @@ BAD = [
     ({"source": "mixture", "mixture": [{}]}, "mixture.0.source", "is required", "add it"),
     (mixture(wieght=1.0), "mixture.1.wieght", "not a setting", 'the nearest one is "weight"'),
     (IDS, 'tokenizer = "train"', "cannot be trained on token ids", '"none" with vocab_size'),
+    (CHAT, 'tokenizer = "train"', "has no chat template", "name a folder or a tokenizer"),
+    ({**CHAT, "paths": [], "tokenizer": "own"}, "paths", 'required by source "chat"', "*.jsonl"),
+    ({**CHAT, "tokenizer": "own", "fim": {}}, "fim", "cannot be combined with", "remove one"),
+    ({**CHAT, "tokenizer": "own", "text_field": "x"}, "text_field", 'not read by source "chat"',
+     "remove it"),
+    ({"validation": {"talk": CHAT}}, 'tokenizer = "train"', "has no chat template", "name a fold"),
     ({**IDS, "tokenizer": "none"}, "end_of_text_id", 'required by tokenizer "none"', "vocab_size"),
     ({**IDS, "tokenizer": "none", "end_of_text_id": 0}, "vocab_size", "is required by", "write"),
     ({**IDS, **NO_TOKENIZER, "end_of_text_id": 50257}, "end_of_text_id", "less than voc",
