@@ -6,8 +6,8 @@ then computes only its input's gradient, and records the product for its weight'
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ _Product = Callable[[], Tensor]
 _HALF = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, eq=False)
-class Factors:
+class Factors(NamedTuple):
     """The factors of a weight's gradient, for devices that sum such products in fp32.
 
     The gradient is grad^T x, of grad [..., out] and x [..., in]; zero but for `rows` of a weight of
