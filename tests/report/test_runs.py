@@ -246,3 +246,16 @@ def test_scores_on_tasks_are_drawn_over_steps(tmp_path, monkeypatch):
         ("texts", (5, 10), (25.0, 20.0), (0.0, 0.0)),
     ]
     assert rows_of(page)["questions, acc"] == ["0.5000"]
+
+
+def test_measured_parts_stand_beside_the_plan_with_the_largest_excess(tmp_path, command):
+    folder = run_in(tmp_path / "run", bf16={"enabled": True})
+    parts = dict.fromkeys(("forward", "backward", "waiting", "reduction", "optimizer"), 1e-4)
+    ranks = [{"pp_coord": rank // 2, "data": 0.75, "rest": 0.0, **parts} for rank in range(4)]
+    event = {"event": "step_parts", "step": 10, "steps": 5, "ranks": ranks}
+    with (folder / "events.jsonl").open("a") as journal:
+        journal.write(f"{json.dumps(event)}\n")
+    code, _ = command(folder, "--hardware", "h100")
+    page = unescape((folder / "report.html").read_text())
+    assert code == DONE and rows_of(page)["· data"] == ["0.75", "0"]
+    assert "largest excess: data, 0.750 s; setting to change: parallel3d.data.read_ahead" in page

@@ -14,13 +14,14 @@ import numpy as np
 
 from parallel3d.base import layer_ranges
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.journal import STEP_PARTS
 from parallel3d.base.mesh_sizes import WITHOUT_CP
 from parallel3d.base.reader import flat
 from parallel3d.base.step_lines import METRICS, closing_window, read_lines
 from parallel3d.config import CompleteConfig, RunConfig, hardware
 from parallel3d.extras.report.page import Part, Plots, figures, html, png, style, table
 from parallel3d.plan.memory.peak import per_rank
-from parallel3d.plan.report import plan_rows
+from parallel3d.plan.report import explain_run, plan_rows
 from parallel3d.plan.report.plan_table import count
 from parallel3d.plan.search.plans import Plan, request_of
 from parallel3d.plan.setting import Setting, Workload
@@ -167,6 +168,8 @@ def page(
     body += ["<h2>Curves</h2>", *figures(drawn)]
     for run, plan in zip(runs, plans, strict=True):
         body.append(table(_beside_plan(run, plan)))
+        if explained := explained_parts(run, plan):
+            body.append(f"<p>{escape(explain_run.sentence(explained))}.</p>")
         if isinstance(plan, str):
             body.append(f"<p class=warn>The time is not planned: {escape(plan)}.</p>")
     for name, texts in samples.items():
@@ -414,7 +417,10 @@ def _beside_plan(run: Run, plan: Plan | str) -> Part:
     pairs: list[tuple[str, float | None, float | None]] = [
         ("step, s", run.measured("step_seconds"), known.time.seconds if known else None)
     ]
-    if known:
+    explained = explained_parts(run, plan)
+    if explained:
+        pairs += [(f"· {name}", *both) for name, both in explained.seconds.items() if any(both)]
+    elif known:
         pairs += [(f"· {name}", None, part) for name, part in known.time.parts.items() if part]
     if memory := run.memory():
         forecast = _planned_memory(run, plan)
@@ -425,6 +431,14 @@ def _beside_plan(run: Run, plan: Plan | str) -> Part:
         return Part(f"{run.name}, measured", ("", "measured"), measured_rows)
     rows = [(name, _in_short(measured), _in_short(planned)) for name, measured, planned in pairs]
     return Part(f"{run.name} beside the plan{where}", ("", "measured", "plan"), rows)
+
+
+def explained_parts(run: Run, plan: Plan | str) -> explain_run.Explanation | None:
+    """Return the run's step beside its plan, part by part; None without parts or a plan."""
+    recorded = [event["ranks"] for event in run.events if event["event"] == STEP_PARTS]
+    if not recorded or isinstance(plan, str):
+        return None
+    return explain_run.explain_run(plan, recorded[-1])
 
 
 def _last_losses(run: Run) -> np.ndarray:

@@ -151,6 +151,8 @@ def _change(
     found = _best_neighbour(plan, seconds)
     if part == "compute" and plan.request.hardware.cores is not None and excess > found[1]:
         return "OMP_NUM_THREADS: more threads for a rank, or fewer ranks on the cores", excess
+    if part in ("waiting", "reduction") and found[1] < 0.2 * excess:
+        return "the link between its ranks (no setting of this mesh saves a fifth of that)", excess
     return found
 
 
@@ -197,6 +199,16 @@ def _best_neighbour(plan: Plan, seconds: Mapping[str, tuple[float, float]]) -> t
     return best
 
 
+def sentence(explanation: Explanation) -> str:
+    """Return the part with the largest excess, and the setting to change, in words."""
+    first = f"no part exceeds its plan by {100 * LEAST_EXCESS:.0f} % of the planned step"
+    if explanation.part:
+        rank = "" if explanation.rank is None else f" (rank {explanation.rank})"
+        first = f"largest excess: {explanation.part}{rank}, {three(explanation.excess)} s"
+    gain = f", about {three(explanation.gain)} s a step" if explanation.gain > 0 else ""
+    return f"{first}; setting to change: {explanation.setting}{gain}"
+
+
 def show(explanation: Explanation, plan: Plan, out: Console) -> None:
     """Print the parts side by side, the one with the largest excess, and the setting to change."""
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -206,13 +218,4 @@ def show(explanation: Explanation, plan: Plan, out: Console) -> None:
         cells = (measured, planned, measured - planned)
         table.add_row(name, *("–" if abs(cell) < 5e-7 else three(cell) for cell in cells))
     out.print(table)
-    rank = "" if explanation.rank is None else f" (rank {explanation.rank})"
-    if explanation.part:
-        first = f"largest excess: {explanation.part}{rank}, {three(explanation.excess)} s"
-    else:
-        first = (
-            f"no part exceeds its plan by more than {100 * LEAST_EXCESS:.0f} % of the planned step"
-        )
-    terminal.say(out, f"\n{first} (planned step: {three(plan.time.seconds)} s)")
-    gain = f", about {three(explanation.gain)} s a step" if explanation.gain > 0 else ""
-    terminal.say(out, f"setting to change: {explanation.setting}{gain}")
+    terminal.say(out, f"\nplanned step: {three(plan.time.seconds)} s; {sentence(explanation)}")

@@ -81,6 +81,16 @@ def test_part_with_a_planted_excess_is_named(name, part, setting):
         assert explained.excess == pytest.approx(lost)
 
 
+def test_link_is_named_where_no_setting_saves_much():
+    plan = plan_of()
+    ranks = as_planned(plan)
+    for rank in ranks:
+        rank["reduction"] += 3 * plan.time.seconds
+    explained = explain_run(plan, ranks)
+    assert explained.setting.startswith("the link between its ranks")
+    assert explained.gain == pytest.approx(explained.excess)
+
+
 def test_run_that_is_as_slow_as_planned_is_told_the_best_setting():
     small = explain_run(plan_of(micro_batch=1), as_planned(plan_of(micro_batch=1)))
     assert small.setting.startswith("micro batch ") and small.gain > 0
