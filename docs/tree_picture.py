@@ -59,6 +59,7 @@ WORDS = {
     "parallel3d/train": ("the trainer and", "its observers"),
     "parallel3d/verify": ("a config against", "transformers"),
     "parallel3d/extras/guard": ("recomputation, replay,", "memory of hosts"),
+    "parallel3d/extras/tasks": ("scores by lm_eval,", "on a run's mesh"),
     "parallel3d/extras/scaling/on_ranks": ("coordinate", "checks"),
     "parallel3d/extras/foreign/checkpoints": ("other programs'", "runs"),
     "parallel3d/extras/calibrate": ("measures this", "machine"),
