@@ -69,17 +69,26 @@ def compare(corpus, expected):
         assert own_weights.tolist() == mask[start + 1 : start + 17].tolist()
 
 
-@pytest.mark.parametrize("end", ["<|end|>", "<|endoftext|>"])
-def test_ids_and_weights_are_those_of_transformers(tmp_path, end):
-    tokenizer = chats.save_tokenizer_with(MARKED, tmp_path / "tokenizer", end)
+LINE = "<|end|>{{ '\\n' }}{% endgeneration %}"
+ENDED = MARKED.replace(LINE, "<|end|>{% endgeneration %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "weight"),
+    [(MARKED, "<|end|>", 0), (MARKED, "<|endoftext|>", 0), (ENDED, "<|end|>", 1)],
+)
+def test_ids_and_weights_are_those_of_transformers(tmp_path, template, end, weight):
+    """`weight`: of the last token, which the template writes, or which is added."""
+    tokenizer = chats.save_tokenizer_with(template, tmp_path / "tokenizer", end)
     path = chats.write_lines(tmp_path / "a.jsonl", CONVERSATIONS)
     expected = by_transformers(tokenizer, CONVERSATIONS)
     assert any(any(mask) and not all(mask) for _, mask in expected)
+    assert {mask[-1] for _, mask in expected} == {weight}
     corpus = prepare(config_of(path, tokenizer))
     compare(corpus, expected)
     assert corpus.name(1) == f"{path}, line 2"
     loaded = load_tokenizer(corpus.tokenizer_directory)
-    assert loaded.chat_template == MARKED and loaded.eos_token == end
+    assert loaded.chat_template == template and loaded.eos_token == end
 
 
 def test_marks_may_be_missing(tmp_path, marked):

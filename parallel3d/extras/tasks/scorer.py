@@ -84,8 +84,9 @@ class Scorer:
     def follow(self) -> None:
         """Take part in what rank 0 asks for, until it calls `end`."""
         while True:
-            with pulse.waiting("waiting for the texts that rank 0 scores"):
-                rows = json.loads(self._mesh.messages.broadcast_text(""))
+            # Not as one that waits: rank 0 may work on a large task longer than a step may take.
+            pulse.doing("following rank 0, which scores tasks")
+            rows = json.loads(self._mesh.messages.broadcast_text(""))
             if not rows:
                 return
             self._compute([Request(*row) for row in rows])
