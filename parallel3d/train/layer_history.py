@@ -90,6 +90,8 @@ class LayerHistory(Observer):
         """Write on request, and the steps after an event beside those before it."""
         done = step.end.step
         due = [event for event in self._events if event + AFTER == done]
+        if len(self._rows) <= AFTER:
+            due = []  # the event's own step is no longer kept
         if self._stop.saving:
             self.write(done, "a request to save")
         for event in due:
