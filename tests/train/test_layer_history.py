@@ -255,7 +255,7 @@ def test_ratio_is_estimated_from_a_sample():
     assert not torch.allclose(*ratios, rtol=1e-5)
 
 
-def test_event_is_not_written_again_if_its_step_is_no_longer_kept(config):
+def test_short_history_is_written_once(config):
     """A history of few steps: the file has the event, and the report can name its cause."""
     raw = named(config, "short", train__layer_history=AFTER - 2, train__steps=AT + AFTER + 3)
     start_all([(raw, plant, bad_batch)], (1, 1, 1))
