@@ -370,9 +370,11 @@ def save_by_accelerate(model, optimizer, root):
     """Save with accelerate's own functions for FSDP2 and SHARDED_STATE_DICT."""
     from types import SimpleNamespace
 
+    from accelerate import PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 
+    PartialState(cpu=True)  # accelerate's logger asks for it
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", reshard_after_forward=True
     )
