@@ -13,7 +13,7 @@ from parallel3d.plan.report.plan_table import three
 from parallel3d.plan.search.plans import Plan
 from parallel3d.plan.time.operators import curves_for
 
-LEAST_SHARE = 0.01
+LEAST_SHARE = 0.1
 """The share of the planned step below which a part is too short to correct anything by it."""
 # The curves that scale with each part. Rates fall by a factor by which overheads rise.
 _RATES = {

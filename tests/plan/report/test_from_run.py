@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from launch import plan as command
-from parallel3d.plan.report.explain_run import explain_run
+from parallel3d.plan.report import from_run
+from parallel3d.plan.report.explain_run import explain_run, planned_parts
 from parallel3d.plan.report.from_run import Correction, correction_of
 from parallel3d.plan.report.plan_rows import as_written
 from parallel3d.plan.search.best_first import search
@@ -25,8 +26,9 @@ def on(plan, hardware):
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 4)])
-def test_run_of_a_slower_machine_corrects_all_other_meshes(mesh):
+def test_run_of_a_slower_machine_corrects_all_other_meshes(mesh, monkeypatch):
     """Every mesh of the slower machine is planned as on it, from one mesh's parts alone."""
+    monkeypatch.setattr(from_run, "LEAST_SHARE", 0.01)
     plan = plan_of(mesh=mesh)
     slower = Correction({"compute": 1.6, "reduction": 2.5}, 0.002).applied(machine())
     ranks = as_planned(on(plan, slower))
@@ -52,6 +54,16 @@ def test_run_as_fast_as_planned_corrects_nothing():
     assert all(factor == pytest.approx(1) for factor in correction.factors.values())
     again = on(plan, correction.applied(plan.request.hardware))
     assert again.time.seconds == pytest.approx(plan.time.seconds)
+
+
+def test_parts_that_are_short_in_the_plan_correct_nothing():
+    """A wait for another rank would be taken for a slow link, which other meshes depend on."""
+    plan = plan_of(mesh=(1, 4))
+    assert 0 < planned_parts(plan)[0]["reduction"] < 0.1 * plan.time.seconds
+    ranks = as_planned(plan)
+    for rank in ranks:
+        rank["reduction"] *= 5
+    assert "reduction" not in correction_of(plan, explain_run(plan, ranks)).factors
 
 
 def test_command_plans_with_the_run(tmp_path, monkeypatch, capsys):
