@@ -110,7 +110,8 @@ def _has_triton(device: torch.device) -> bool:
 
 def compile_block(block: nn.Module) -> None:
     """Compile a block's calls; graph breaks are counted."""
-    from torch._inductor import config  # it takes a second
+    from torch._functorch import config as functorch  # both take a second
+    from torch._inductor import config
 
     # Draw dropout masks by torch's operators, so that they depend on their place, compiled or not.
     config.fallback_random = True
@@ -118,6 +119,9 @@ def compile_block(block: nn.Module) -> None:
         function[0] = torch.compiler.disable(function[0], reason=function[1])
     _excluded.clear()
     _allow_graphs()
+    # Views that a graph returns before a break, as q, k and v of a fused product: torch 2.13 makes
+    # them again by sizes that it has freed ("invalid shape dimension").
+    functorch.view_replay_for_aliased_outputs = False
     block.compile(dynamic=False, backend=BACKEND)
 
 

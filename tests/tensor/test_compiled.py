@@ -123,6 +123,12 @@ IN_FULL = {
     "llama block sp": case("block", zero_stage=2, mesh=(1, 1, 2), sequence_parallel=True),
     "gpt block untied": case("block", model=UNTIED, zero_stage=2),
     "gpt block tp": case("block", model=UNTIED, zero_stage=0, mesh=(1, 1, 2)),
+    "gpt block documents": case(
+        "block",
+        model=UNTIED,
+        zero_stage=1,
+        changes={"parallel3d.train.compile": "block", "parallel3d.data.isolate_documents": True},
+    ),
     "gpt block": case("block", model={"num_hidden_layers": 2}, tied=True, zero_stage=1),
 }
 
@@ -134,7 +140,10 @@ def test_losses_by_inductor(name):
     """Up to 40 CPU seconds where no kernel is cached: minutes on a busy machine."""
     this = IN_FULL[name]
     across = this.config.train.compile == "block" and this.config.mesh.tp > 1
-    check(this, "inductor", breaks=[ACROSS] if across else [], timeout=850)
+    breaks = [ACROSS] if across else []
+    if this.config.data.isolate_documents:
+        breaks.append(APART)
+    check(this, "inductor", breaks=breaks, timeout=850)
 
 
 def masked_on_rank(rank, cases):
