@@ -61,7 +61,7 @@ WORDS = {
     "parallel3d/extras/guard": ("recomputation, replay,", "memory of hosts"),
     "parallel3d/extras/tasks": ("scores by lm_eval,", "on a run's mesh"),
     "parallel3d/extras/scaling/on_ranks": ("coordinate", "checks"),
-    "parallel3d/extras/foreign/checkpoints": ("other programs'", "runs"),
+    "parallel3d/extras/foreign/checkpoints": ("other programs' runs",),
     "parallel3d/extras/calibrate": ("measures this", "machine"),
     "parallel3d/extras/doctor": ("checks the hosts", "of a launch"),
     "launch": (),
@@ -102,7 +102,8 @@ class Box:
         self.words = words
         self.side = side
         self.inner = [other for other in WORDS if parent_of(other) == room]
-        self.columns = 2 if len(self.inner) > 2 or room == "parallel3d/extras/scaling" else 1
+        is_wide = len(self.inner) > 2 or len(title) > 16 or room == "parallel3d/extras/scaling"
+        self.columns = 2 if is_wide else 1
         self.height = 30 + LINE * len(words) + CHIPS * bool(self.inner)
 
     def draw(self, x: float, y: float, width: float, height: float) -> list[str]:
