@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property, wraps
+from importlib import import_module
 from shutil import which
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -101,7 +102,7 @@ def mode_on(device: torch.device, setting: Setting) -> Mode:
 def _has_triton(device: torch.device) -> bool:
     """Return True if Triton imports, has a C compiler, and knows the device."""
     try:
-        import triton  # noqa: F401
+        import_module("triton")  # comes with torch on CUDA
     except Exception:  # a broken installation raises more than ImportError
         return False
     has_compiler = any(map(which, (os.environ.get("CC", "cc"), "gcc", "clang")))
