@@ -206,13 +206,13 @@ class _Search:
         for state in candidates.fallbacks(self.request, flow.mesh)[without]:
             if not candidates.go_together(flow, order, state):
                 continue
-            setting = setting_of(self.request, flow, order, state)
-            leanest = setting.gathering(self._ways(state)[-1])
+            lean = state._replace(weights=self._ways(state)[-1])
+            leanest = setting_of(self.request, flow, order, lean)
             device, host = least_on_first(leanest, self.hardware, like.activations)
             if device > self.room[0] or host > self.room[1]:
                 yield from self._candidates(like, state)
                 continue
-            fastest = setting
+            fastest = setting = setting_of(self.request, flow, order, state)
             if flow.recompute == FULL:
                 fewest = Recompute(full_layers=max(1, self._least_full(leanest)))
                 fastest = setting.recomputing(fewest)

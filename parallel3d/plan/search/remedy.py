@@ -121,13 +121,15 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
 
 def _leaner(request: Request, flow: Flow, order: Order, state: ZeroState) -> Iterator[Choices]:
     """Yield choices on the same mesh that may need less memory."""
-    flows = [near for near in candidates.flows(request, flow.mesh) if near.ep == flow.ep]
-    flows += [near._replace(recompute=flow.recompute) for near in flows]
-    for near, other, zero in candidates.choices(request, {*flows}):
+    flows = set()
+    for near in candidates.flows(request, flow.mesh):
+        if near.ep == flow.ep and near.micro_batch <= flow.micro_batch:
+            flows.add(near._replace(recompute=flow.recompute))
+            if near.recompute.strength >= flow.recompute.strength:
+                flows.add(near)
+    for near, other, zero in candidates.choices(request, flows):
         if (
-            near.recompute.strength >= flow.recompute.strength
-            and near.micro_batch <= flow.micro_batch
-            and other.stages_per_rank <= order.stages_per_rank
+            other.stages_per_rank <= order.stages_per_rank
             and zero.zero_stage >= state.zero_stage
             and zero.num_offloads >= state.num_offloads
             and zero.copies == state.copies
