@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gloo
 ROOT = Path(__file__).parents[2]
 ENGINE = sorted((ROOT / "parallel3d/engine").rglob("*.py"))
 # Private names of torch, and a prefix to which tracing.py appends the names in the list.
-OTHERS = {"_get_build_directory", "_PartitionedParameterCoordinator__"}
+OTHERS = {"_foreach_norm", "_get_build_directory", "_PartitionedParameterCoordinator__"}
 
 
 def private_names(tree):
