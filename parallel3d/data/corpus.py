@@ -292,11 +292,12 @@ def streams_of(
             parts.append(part)
         return parts
 
-    is_chat = meta["found"].get("weights", "").startswith(CHAT)
+    weighed_by = meta.get("found", {}).get("weights", "")
+    is_chat = weighed_by.startswith(CHAT)
     ids = spans(meta["files"], "starts.bin", meta["end_of_text"], dtype)
     weights: list[TokenWeights | None] = [None, None]
     if "weights" in meta:
-        are_labels = meta["found"]["weights"].startswith("labels")
+        are_labels = weighed_by.startswith("labels")
         kind = np.dtype(np.int64 if are_labels else np.float64)
         # The end-of-text after each document has weight 1, except after conversations.
         between = None if is_chat else 1

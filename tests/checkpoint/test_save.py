@@ -88,7 +88,7 @@ def test_asynchronous_checkpoint_equals_synchronous_one(sides, tmp_path):
         assert verify(next(tmp_path.glob(f"*/{side}-0/step-3"))) == []
         assert verify(behind) == []
         shapes = json.loads((behind / "state.json").read_text())["parameters"]
-        assert sum(elements(behind).values()) == 3 * num_elements(side, shapes)
+        assert sum(elements(behind).values()) == 4 * num_elements(side, shapes)
         if side.zero == 0:
             assert len(elements(behind)) == 4
             assert len(set(elements(behind).values())) == 1  # this model divides by four

@@ -163,5 +163,5 @@ def test_fim_with_weights_or_without_tokenizer_is_refused():
     with pytest.raises(ConfigError) as raised:
         RunConfig.from_dict({"parallel3d": {"data": data}})
     message = str(raised.value)
-    assert "fim" in message and "combined with label_field or weight_field" in message
+    assert "fim" in message and "combined with label_field, weight_field" in message
     assert "7: is too short for fim" in message and '"none": has no tokens for fim' in message

@@ -35,6 +35,7 @@ PLACES = {
     "comet": {"enabled": True},
     "flops_profiler": {"enabled": True},
     "parallel3d.data.fim": {},
+    "parallel3d.train.evaluate_tasks": {"tasks": ["mine.yaml"]},
     "parallel3d.train.profile": {"start": 1},
 }
 OUTSIDE = (-1, 0.5, inf, nan, -inf, "1", "1e9", True, 10**30, 1e300)

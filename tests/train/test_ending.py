@@ -240,7 +240,7 @@ def test_no_process_group_is_destroyed_before_the_end_is_reported(monkeypatch, c
         monkeypatch.setattr("parallel3d.checkpoint.describe.find_checkpoints", lambda path: [path])
         monkeypatch.setattr(f"{prefix}.evaluate_checkpoint.evaluation_config", lambda *a, **b: None)
         monkeypatch.setattr(f"{prefix}.evaluate_checkpoint.evaluate", lambda *arguments: {})
-        args = SimpleNamespace(path=None, config=None, samples=None, json=False)
+        args = SimpleNamespace(path=None, config=None, samples=None, tasks=None, json=False)
         code = module.evaluate(args, [], end.launch, StopRequest(end))
     with pytest.raises(SystemExit):
         end.leave(code)
