@@ -61,10 +61,8 @@ class Device:
         stream = Stream.current[-1]
         stream.work.append((len(stream.work), stream is self.side))
         if stream is self.side:
-            leaves = source.data_ptr() not in self.hosts
+            leaves = StorageWeakRef(to.untyped_storage()) in self.hosts
             on_device = source if leaves else to
-            if leaves:
-                self.hosts.add(to.data_ptr())
             self.saved.append((StorageWeakRef(on_device.untyped_storage()), stream.work[-1]))
             here = [work for storage, work in self.saved if not storage.expired()]
             self.most = max(self.most, len(here))
@@ -73,13 +71,16 @@ class Device:
             assert self.main.known.issuperset(gone)
         return to
 
+    def empty_like(self, like, **options):
+        """What would be page-locked is host memory; addresses of both are given out again."""
+        made = empty_like(like, **options | {"pin_memory": False})
+        if options.get("pin_memory"):
+            self.hosts.add(StorageWeakRef(made.untyped_storage()))
+        return made
+
 
 copy = torch.Tensor.copy_
 empty_like = torch.empty_like
-
-
-def unpinned(like, **options):
-    return empty_like(like, **options | {"pin_memory": False})
 
 
 def trained(hooks):
@@ -100,7 +101,7 @@ def test_few_activations_wait_for_their_copies_however_far_the_host_is_ahead():
     hooks._stream = device.side
     with (
         patch.object(torch.accelerator, "current_stream", lambda: Stream.current[-1]),
-        patch.object(torch, "empty_like", unpinned),
+        patch.object(torch, "empty_like", device.empty_like),
         patch.object(torch.Tensor, "copy_", lambda to, source, **_: device.copied(to, source)),
     ):
         offloaded = [trained(hooks), trained(hooks)]
