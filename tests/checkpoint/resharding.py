@@ -25,6 +25,7 @@ from parallel3d.verify.measure import microbatches
 from tests.cases import Case, Trainer
 from tests.meshes import sizes_of
 from tests.models.architectures import small_config
+from tests.models.every_decoder import without_measuring
 from tests.models.families import small
 from tests.verify.measuring import number_anew
 
@@ -242,7 +243,8 @@ def load_on_rank(rank, cases, root):
     """
     everything = []
     for target, sources in cases:
-        trained = Trained(target, root)
+        with without_measuring():
+            trained = Trained(target, root)
         results = []
         if target.thresholds:
             trained.train(1)  # so that some parameters are gathered, of the old shards
