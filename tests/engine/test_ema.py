@@ -132,6 +132,57 @@ def test_average_equals_that_of_one_process(cases, tmp_path):
     assert max(worst_of(cases, tmp_path)) < BOUND
 
 
+def own_averages_on_rank(rank, cases):
+    """Return for each case how far its averages are from those of the masters after each step."""
+    worst = []
+    for case in cases:
+        number_anew()
+        trainer = Trainer(case)
+        engine = trainer.engine
+
+        def masters(engine=engine):
+            return [engine.full_parameter(held).cpu().double() for held in engine.held]
+
+        averages = masters()
+        for step, batch in enumerate(trainer.batches()):
+            trainer.executor.run(batch, step)
+            engine.averages = (step + 1) % case.config.train.ema.every == 0
+            engine.step(trainer.lr)
+            if engine.averages:
+                for average, master in zip(averages, masters(), strict=True):
+                    average.lerp_(master, 1 - DECAY)
+        with engine.averaged():
+            pairs = zip(averages, masters(), strict=True)
+            worst.append(max(float((one - other).abs().max()) for one, other in pairs))
+        trainer.close()
+    return worst
+
+
+WIDE = [
+    replace(CASE, mesh=(1, 2, 2), model={}, changes=CASE.changes | MUON),
+    replace(CASE, mesh=(2, 2, 1), model={}, zero_stage=3, changes=CASE.changes | MUON),
+    replace(
+        CASE,
+        mesh=(1, 4, 1),
+        zero_stage=3,
+        model=MOE,
+        changes=CASE.changes | {"parallel3d.mesh.ep": 2},
+    ),
+    replace(CASE, mesh=(1, 2, 2), zero_stage=2, offload="cpu", model=MOE),
+    replace(CASE, mesh=(2, 1, 2, 1), zero_stage=3, schedule="zero_bubble"),
+    replace(CASE, mesh=(1, 1, 4), sequence_parallel=True, checkpointing="full", model={}),
+    replace(CASE, mesh=(4, 1, 1), model={"num_hidden_layers": 4}, zero_stage=0),
+]
+
+
+@pytest.mark.slow
+def test_average_is_that_of_the_runs_own_masters(tmp_path):
+    """With experts, Muon and each axis, whose masters other tests compare with one process."""
+    cases = [replace(case, folder=str(tmp_path)) for case in WIDE]
+    for row in run_locally(own_averages_on_rank, 4, cases):
+        assert max(row) < BOUND, row
+
+
 @contextmanager
 def moved(how):
     """Let averages follow by another rule, in place of `averaging`."""
