@@ -314,7 +314,7 @@ def _memory(plt: ModuleType, runs: Sequence[Run], plans: Plans) -> Any:
             ends = x - width / 2, x + width / 2
             axes.hlines(np.array(forecast) / _MIB, *ends, color="black", lw=1.5)
     axes.set(xlabel="rank", ylabel="MiB")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if len(known) > 1:
         axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
         axes.legend()
