@@ -74,8 +74,11 @@ def cause_of(record: Record) -> Cause | None:
 
 def _jumps(values: Sequence[float | None], factor: float) -> bool:
     """Return True if the last value is large beside those before it, and the one before is not."""
-    *earlier, before, last = (None, None, *values)
-    known = _known(earlier)
+    if len(values) < 3:
+        return False
+    before = values[-2]
+    last = values[-1]
+    known = _known(values[:-2])
     if not known or before is None or last is None:
         return False
     return before <= factor * median(known) < last

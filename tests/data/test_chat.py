@@ -50,7 +50,7 @@ def by_transformers(tokenizer, conversations):
     return rows
 
 
-def compare(corpus, expected):
+def assert_trains_on(corpus, expected):
     """Compare the documents of a corpus with (ids, weights), and the labels of its samples."""
     stream = corpus.stream("train")
     read = []
@@ -85,7 +85,7 @@ def test_ids_and_weights_are_those_of_transformers(tmp_path, template, end, weig
     assert any(any(mask) and not all(mask) for _, mask in expected)
     assert {mask[-1] for _, mask in expected} == {weight}
     corpus = prepare(config_of(path, tokenizer))
-    compare(corpus, expected)
+    assert_trains_on(corpus, expected)
     assert corpus.name(1) == f"{path}, line 2"
     loaded = load_tokenizer(corpus.tokenizer_directory)
     assert loaded.chat_template == template and loaded.eos_token == end
@@ -95,7 +95,7 @@ def test_marks_may_be_missing(tmp_path, marked):
     """The turns by prefix are those that the same template marks."""
     unmarked = chats.save_tokenizer_with(UNMARKED, tmp_path / "unmarked")
     path = chats.write_lines(tmp_path / "a.jsonl", CONVERSATIONS)
-    compare(prepare(config_of(path, unmarked)), by_transformers(marked, CONVERSATIONS))
+    assert_trains_on(prepare(config_of(path, unmarked)), by_transformers(marked, CONVERSATIONS))
 
 
 def test_rows_of_parquet_and_packed_lines(tmp_path, marked):
@@ -106,11 +106,11 @@ def test_rows_of_parquet_and_packed_lines(tmp_path, marked):
     expected = by_transformers(marked, plain)
     path = tmp_path / "rows"
     parquet.write_table(pa.Table.from_pylist(plain), path)
-    compare(prepare(config_of(path, marked)), expected)
+    assert_trains_on(prepare(config_of(path, marked)), expected)
     lines = "".join(f"{json.dumps(one)}\n\n" for one in plain)
     path.write_bytes(gzip.compress(lines.encode()))
     corpus = prepare(config_of(path, marked))
-    compare(corpus, expected)
+    assert_trains_on(corpus, expected)
     assert corpus.facts.skipped == {"empty": len(plain)}
 
 
@@ -241,8 +241,10 @@ def test_planted_bug_is_seen(tmp_path, monkeypatch, marked, plant):
     unmarked = chats.save_tokenizer_with(UNMARKED, tmp_path / "unmarked")
     path = chats.write_lines(tmp_path / "a.jsonl", CONVERSATIONS)
     expected = by_transformers(marked, CONVERSATIONS)
-    compare(prepare(config_of(path, unmarked)), expected)
+    assert_trains_on(prepare(config_of(path, unmarked)), expected)
     plant(monkeypatch)
     config = config_of(path, unmarked)
     with pytest.raises(AssertionError):
-        compare(prepare(config.model_copy(update={"cache": str(tmp_path / "other")})), expected)
+        assert_trains_on(
+            prepare(config.model_copy(update={"cache": str(tmp_path / "other")})), expected
+        )
