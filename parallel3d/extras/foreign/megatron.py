@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel3d.base import reader
 from parallel3d.base.reader import JsonObject
-from parallel3d.extras.foreign.rules import Rule, dropped, missing
+from parallel3d.extras.foreign.rules import Rule, dropped, missing, renamed
 from parallel3d.model.recompute import parse
 
 _RECOMPUTE = "parallel3d.pipeline.activation_checkpointing"
@@ -26,10 +26,16 @@ def _sublayers(names: str | list[str]) -> str:
 
 TABLE: dict[str, Rule] = {
     # The mesh
-    "tensor-model-parallel-size": Rule("parallel3d.mesh.tp"),
-    "pipeline-model-parallel-size": Rule("parallel3d.mesh.pp"),
-    "sequence-parallel": Rule("parallel3d.mesh.sequence_parallel"),
-    "context-parallel-size": Rule("parallel3d.mesh.cp"),
+    **renamed(
+        """
+        tensor-model-parallel-size    parallel3d.mesh.tp
+        pipeline-model-parallel-size  parallel3d.mesh.pp
+        sequence-parallel             parallel3d.mesh.sequence_parallel
+        context-parallel-size         parallel3d.mesh.cp
+        zero-stage                    zero_optimization.stage
+        recompute-num-layers          parallel3d.pipeline@recompute_num_layers
+        """
+    ),
     **missing(
         "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank",
         'set parallel3d.pipeline: {"schedule": "interleaved", "stages_per_rank": ...}',
@@ -38,7 +44,6 @@ TABLE: dict[str, Rule] = {
     **dict.fromkeys(
         ("use-torch-fsdp2", "use-megatron-fsdp"), Rule("zero_optimization.stage", {True: 3})
     ),
-    "zero-stage": Rule("zero_optimization.stage"),
     "optimizer-cpu-offload": Rule("zero_optimization.offload_optimizer.device", {True: "cpu"}),
     "recompute-granularity": Rule(_RECOMPUTE, {"full": "full", "selective": "selective"}),
     "recompute-activations": Rule(_RECOMPUTE, {True: "selective"}),
@@ -52,17 +57,30 @@ TABLE: dict[str, Rule] = {
     ),
     "recompute-modules": Rule("parallel3d.pipeline@recompute_modules", _sublayers),
     "recompute-method": Rule("parallel3d.pipeline@recompute_method", plain=("uniform",)),
-    "recompute-num-layers": Rule("parallel3d.pipeline@recompute_num_layers"),
     # The model
-    "num-layers": Rule("parallel3d.model.num_hidden_layers"),
-    "hidden-size": Rule("parallel3d.model.hidden_size"),
-    "ffn-hidden-size": Rule("parallel3d.model.intermediate_size"),
-    "num-attention-heads": Rule("parallel3d.model.num_attention_heads"),
-    "num-query-groups": Rule("parallel3d.model.num_key_value_heads"),
-    "num-key-value-heads": Rule("parallel3d.model.num_key_value_heads"),
+    **renamed(
+        """
+        num-layers               parallel3d.model.num_hidden_layers
+        hidden-size              parallel3d.model.hidden_size
+        ffn-hidden-size          parallel3d.model.intermediate_size
+        num-attention-heads      parallel3d.model.num_attention_heads
+        num-query-groups         parallel3d.model.num_key_value_heads
+        num-key-value-heads      parallel3d.model.num_key_value_heads
+        kv-channels              parallel3d.model.head_dim
+        max-position-embeddings  parallel3d.model.max_position_embeddings
+        rotary-percent           parallel3d.model.config@rotary_pct
+        rotary-base              parallel3d.model@rope_theta
+        norm-epsilon             parallel3d.model@norm_eps
+        layernorm-epsilon        parallel3d.model@norm_eps
+        add-qkv-bias             parallel3d.model.attention_bias
+        qk-layernorm             parallel3d.model.qk_norm
+        init-method-std          parallel3d.model.initializer_range
+        hidden-dropout           parallel3d.model@dropout
+        attention-dropout        parallel3d.model.attn_pdrop@attention_dropout
+        vocab-size               parallel3d.model.vocab_size
+        """
+    ),
     **dropped("group-query-attention", "as num-query-groups says"),
-    "kv-channels": Rule("parallel3d.model.head_dim"),
-    "max-position-embeddings": Rule("parallel3d.model.max_position_embeddings"),
     "position-embedding-type": Rule(
         "parallel3d.model.family@position",
         {"rope": "rotary", "learned_absolute": "learned"},
@@ -70,8 +88,6 @@ TABLE: dict[str, Rule] = {
     ),
     "use-rotary-position-embeddings": Rule("parallel3d.model.family@position", {True: "rotary"}),
     **dropped("no-position-embedding", "as the type of the positions says"),
-    "rotary-percent": Rule("parallel3d.model.config@rotary_pct"),
-    "rotary-base": Rule("parallel3d.model@rope_theta"),
     "no-rope-freq": Rule(
         "parallel3d.model.config@no_rope_layers",
         index,
@@ -90,22 +106,14 @@ TABLE: dict[str, Rule] = {
         },
         verdict="REFUSED",
     ),
-    "norm-epsilon": Rule("parallel3d.model@norm_eps"),
-    "layernorm-epsilon": Rule("parallel3d.model@norm_eps"),
     **dropped("apply-layernorm-1p", "another way to store the same norm"),
     "swiglu": Rule("parallel3d.model.family@mlp", {True: "swiglu", False: "gelu"}),
     **missing("squared-relu openai-gelu", "no family has it", verdict="REFUSED"),
     "no-bias-gelu-fusion": Rule("parallel3d.model.config@gelu", {True: "gelu", False: "gelu_fast"}),
     "disable-bias-linear": Rule("parallel3d.model.family@bias", {True: False, False: True}),
-    "add-qkv-bias": Rule("parallel3d.model.attention_bias"),
-    "qk-layernorm": Rule("parallel3d.model.qk_norm"),
     "untie-embeddings-and-output-weights": Rule(
         "parallel3d.model.tie_word_embeddings", {True: False, False: True}
     ),
-    "init-method-std": Rule("parallel3d.model.initializer_range"),
-    "hidden-dropout": Rule("parallel3d.model@dropout"),
-    "attention-dropout": Rule("parallel3d.model.attn_pdrop@attention_dropout"),
-    "vocab-size": Rule("parallel3d.model.vocab_size"),
     **dropped("make-vocab-size-divisible-by", "vocabularies are cut without padding"),
     **missing("window-size", "attention sees the whole sequence"),
     **missing(
@@ -117,15 +125,30 @@ TABLE: dict[str, Rule] = {
     ),
     **missing("multi-latent-attention mtp-num-layers", "no family has it", verdict="REFUSED"),
     # Batch, length and optimizer
-    "micro-batch-size": Rule("train_micro_batch_size_per_gpu"),
-    "global-batch-size": Rule("train_batch_size"),
+    **renamed(
+        """
+        micro-batch-size    train_micro_batch_size_per_gpu
+        global-batch-size   train_batch_size
+        seq-length          parallel3d.data.sequence_length
+        train-iters         parallel3d.train.steps@steps
+        train-samples       parallel3d.train.steps@steps in samples
+        lr                  optimizer.params.lr
+        min-lr              parallel3d.train.lr_schedule.min_ratio@min_lr
+        lr-wsd-decay-iters  parallel3d.train.lr_schedule.decay_steps@last
+        lr-decay-iters      parallel3d.train.lr_schedule@end
+        lr-decay-samples    parallel3d.train.lr_schedule@end in samples
+        lr-warmup-iters     parallel3d.train.lr_schedule.warmup_steps@warmup_steps
+        lr-warmup-samples   parallel3d.train.lr_schedule.warmup_steps@warmup_steps in samples
+        lr-warmup-fraction  parallel3d.train.lr_schedule.warmup_steps@warmup_fraction
+        weight-decay        optimizer.params.weight_decay
+        adam-beta1          optimizer.params.betas@beta1
+        adam-beta2          optimizer.params.betas@beta2
+        adam-eps            optimizer.params.eps
+        clip-grad           gradient_clipping
+        """
+    ),
     **missing("rampup-batch-size", "write it as parallel3d.train.batch_schedule"),
-    "seq-length": Rule("parallel3d.data.sequence_length"),
-    "train-iters": Rule("parallel3d.train.steps@steps"),
-    "train-samples": Rule("parallel3d.train.steps@steps in samples"),
     **missing("optimizer", "AdamW is the only one", "adam"),
-    "lr": Rule("optimizer.params.lr"),
-    "min-lr": Rule("parallel3d.train.lr_schedule.min_ratio@min_lr"),
     **missing("decoupled-lr decoupled-min-lr", "embedding and output have the same rate"),
     "lr-decay-style": Rule(
         "parallel3d.train.lr_schedule.type@style",
@@ -135,28 +158,21 @@ TABLE: dict[str, Rule] = {
         "parallel3d.train.lr_schedule.type@shape",
         lambda shape: {"minus_sqrt": "1-sqrt"}.get(shape, shape),
     ),
-    "lr-wsd-decay-iters": Rule("parallel3d.train.lr_schedule.decay_steps@last"),
-    "lr-decay-iters": Rule("parallel3d.train.lr_schedule@end"),
-    "lr-decay-samples": Rule("parallel3d.train.lr_schedule@end in samples"),
-    "lr-warmup-iters": Rule("parallel3d.train.lr_schedule.warmup_steps@warmup_steps"),
-    "lr-warmup-samples": Rule("parallel3d.train.lr_schedule.warmup_steps@warmup_steps in samples"),
-    "lr-warmup-fraction": Rule("parallel3d.train.lr_schedule.warmup_steps@warmup_fraction"),
-    "weight-decay": Rule("optimizer.params.weight_decay"),
-    "adam-beta1": Rule("optimizer.params.betas@beta1"),
-    "adam-beta2": Rule("optimizer.params.betas@beta2"),
-    "adam-eps": Rule("optimizer.params.eps"),
-    "clip-grad": Rule("gradient_clipping"),
     **dropped("calculate-per-token-loss", "all samples have the same number of tokens"),
     # Precision
-    "bf16": Rule("bf16.enabled"),
-    "fp16": Rule("fp16.enabled"),
-    "loss-scale": Rule("fp16.loss_scale"),
+    **renamed(
+        """
+        bf16               bf16.enabled
+        fp16               fp16.enabled
+        loss-scale         fp16.loss_scale
+        min-loss-scale     fp16.min_loss_scale
+        loss-scale-window  fp16.loss_scale_window
+        hysteresis         fp16.hysteresis
+        """
+    ),
     "initial-loss-scale": Rule(
         "fp16.initial_scale_power", lambda scale: int(scale).bit_length() - 1
     ),
-    "min-loss-scale": Rule("fp16.min_loss_scale"),
-    "loss-scale-window": Rule("fp16.loss_scale_window"),
-    "hysteresis": Rule("fp16.hysteresis"),
     "grad-reduce-in-bf16": Rule("communication_data_type", {True: "bf16"}),
     **dropped("accumulate-allreduce-grads-in-fp32", "gradients are added in fp32"),
     **missing(
@@ -165,6 +181,12 @@ TABLE: dict[str, Rule] = {
         "products are never in fp8",
     ),
     # Data
+    **renamed(
+        """
+        tokenizer-model       parallel3d.data.tokenizer@tokenizer_path
+        reset-attention-mask  parallel3d.data.isolate_documents
+        """
+    ),
     "data-path": Rule(
         "parallel3d.data.paths@files", lambda words: words if isinstance(words, list) else [words]
     ),
@@ -183,15 +205,17 @@ TABLE: dict[str, Rule] = {
         },
         why="set parallel3d.data.tokenizer",
     ),
-    "tokenizer-model": Rule("parallel3d.data.tokenizer@tokenizer_path"),
     **dropped("vocab-file merge-file", "are in the tokenizer's folder"),
-    "reset-attention-mask": Rule("parallel3d.data.isolate_documents"),
     **dropped("reset-position-ids", "belongs to parallel3d.data.isolate_documents"),
     # Evaluation, checkpoints and output
-    "eval-interval": Rule("parallel3d.train.evaluate_every"),
+    **renamed(
+        """
+        eval-interval  parallel3d.train.evaluate_every
+        save-interval  parallel3d.checkpoint.every
+        seed           parallel3d.train.seed
+        """
+    ),
     **dropped("eval-iters", "set parallel3d.train.evaluate_samples"),
-    "save-interval": Rule("parallel3d.checkpoint.every"),
-    "seed": Rule("parallel3d.train.seed"),
     **missing("finetune", "weights come over through Hugging Face: set model.from_pretrained"),
     **missing("deepspeed-config", "add its settings: they have the same names here"),
     **dropped(

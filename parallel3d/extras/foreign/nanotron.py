@@ -1,10 +1,17 @@
 """nanotron's YAML (github.com/huggingface/nanotron, `nanotron.config.Config`)."""
 
 from parallel3d.base.reader import JsonObject
-from parallel3d.extras.foreign.rules import Rule, dropped, missing, same
+from parallel3d.extras.foreign.rules import Rule, dropped, missing, renamed, same
 
 TABLE: dict[str, Rule] = {
     # The model
+    **renamed(
+        """
+        model.init_method.std                parallel3d.model.initializer_range
+        model.model_config.no_rope_layer     parallel3d.model.config@no_rope_layers
+        model.model_config._use_doc_masking  parallel3d.data.isolate_documents
+        """
+    ),
     "model.model_config.is_llama_config": Rule("parallel3d.model.family@family", {True: "llama"}),
     "model.model_config.is_qwen2_config": Rule("parallel3d.model.family@family", {True: "llama"}),
     **missing(
@@ -17,7 +24,6 @@ TABLE: dict[str, Rule] = {
         "parallel3d.model",
         "model.model_config.",
     ),
-    "model.init_method.std": Rule("parallel3d.model.initializer_range"),
     "model.dtype": Rule(
         "bf16.enabled",
         {"bfloat16": True, "float32": False},
@@ -25,7 +31,6 @@ TABLE: dict[str, Rule] = {
     ),
     **missing("model.model_config.hidden_act", "silu is the only one", "silu", verdict="REFUSED"),
     **missing("model.model_config.moe_config", "write family moe by hand", verdict="REFUSED"),
-    "model.model_config.no_rope_layer": Rule("parallel3d.model.config@no_rope_layers"),
     **missing(
         "model.model_config.rope_interleaved model.model_config.interleaved_rotary",
         "pairs are i and i + half: the same model with rows of query and key in another order",
@@ -33,7 +38,6 @@ TABLE: dict[str, Rule] = {
     ),
     **missing("model.model_config.sliding_window_size", "attention sees the whole sequence"),
     **missing("model.model_config.flex_attention_mask", "see parallel3d.data.isolate_documents"),
-    "model.model_config._use_doc_masking": Rule("parallel3d.data.isolate_documents"),
     **missing("model.model_config.z_loss_enabled", "the loss has no z term", False),
     **missing("model.init_method.use_mup", "see parallel3d.model.parametrization", False),
     **missing(
@@ -57,7 +61,20 @@ TABLE: dict[str, Rule] = {
     ),
     **dropped("model.make_vocab_size_divisible_by", "vocabularies are cut without padding"),
     # The optimizer
-    "optimizer.learning_rate_scheduler.learning_rate": Rule("optimizer.params.lr"),
+    **renamed(
+        """
+        optimizer.learning_rate_scheduler.learning_rate  optimizer.params.lr
+        optimizer.optimizer_factory.adam_beta1           optimizer.params.betas@beta1
+        optimizer.optimizer_factory.adam_beta2           optimizer.params.betas@beta2
+        optimizer.optimizer_factory.adam_eps             optimizer.params.eps
+        optimizer.adam_beta1                             optimizer.params.betas@beta1
+        optimizer.adam_beta2                             optimizer.params.betas@beta2
+        optimizer.adam_eps                               optimizer.params.eps
+        optimizer.weight_decay                           optimizer.params.weight_decay
+        optimizer.clip_grad                              gradient_clipping
+        optimizer.zero_stage                             zero_optimization.stage
+        """
+    ),
     "optimizer.learning_rate_scheduler.min_decay_lr": Rule(
         "parallel3d.train.lr_schedule.min_ratio@min_lr"
     ),
@@ -76,19 +93,11 @@ TABLE: dict[str, Rule] = {
     "optimizer.learning_rate_scheduler.lr_decay_starting_step": Rule(
         "parallel3d.train.lr_schedule.decay_steps@start"
     ),
-    "optimizer.optimizer_factory.adam_beta1": Rule("optimizer.params.betas@beta1"),
-    "optimizer.optimizer_factory.adam_beta2": Rule("optimizer.params.betas@beta2"),
-    "optimizer.optimizer_factory.adam_eps": Rule("optimizer.params.eps"),
-    "optimizer.adam_beta1": Rule("optimizer.params.betas@beta1"),
-    "optimizer.adam_beta2": Rule("optimizer.params.betas@beta2"),
-    "optimizer.adam_eps": Rule("optimizer.params.eps"),
     **missing("optimizer.optimizer_factory.name", "AdamW is the only one", "adamW", "adam"),
-    "optimizer.weight_decay": Rule("optimizer.params.weight_decay"),
     **missing("optimizer.weight_decay_exclude_named_params", "matrices decay, vectors do not", []),
-    "optimizer.clip_grad": Rule("gradient_clipping"),
-    "optimizer.zero_stage": Rule("zero_optimization.stage"),
     **missing("optimizer.accumulate_grad_in_fp32", "gradients are added in fp32", True),
     # The mesh
+    "parallelism.context_parallel_size": Rule("parallel3d.mesh.cp"),
     **same("dp pp tp", "parallel3d.mesh", "parallelism."),
     "parallelism.tp_mode": Rule(
         "parallel3d.mesh.sequence_parallel", {"REDUCE_SCATTER": True, "ALL_REDUCE": False}
@@ -100,27 +109,30 @@ TABLE: dict[str, Rule] = {
         "parallel3d.pipeline.activation_checkpointing", {True: "full", False: "none"}
     ),
     **missing("parallelism.expert_parallel_size", "write family moe by hand", 1, verdict="REFUSED"),
-    "parallelism.context_parallel_size": Rule("parallel3d.mesh.cp"),
     # Tokens and text
-    "tokens.sequence_length": Rule("parallel3d.data.sequence_length"),
-    "tokens.micro_batch_size": Rule("train_micro_batch_size_per_gpu"),
-    "tokens.batch_accumulation_per_replica": Rule("gradient_accumulation_steps"),
-    "tokens.train_steps": Rule("parallel3d.train.steps@steps"),
+    **renamed(
+        """
+        tokens.sequence_length                           parallel3d.data.sequence_length
+        tokens.micro_batch_size                          train_micro_batch_size_per_gpu
+        tokens.batch_accumulation_per_replica            gradient_accumulation_steps
+        tokens.train_steps                               parallel3d.train.steps@steps
+        tokenizer.tokenizer_name_or_path                 parallel3d.data.tokenizer@tokenizer
+        data_stages.data.dataset.hf_dataset_or_datasets  parallel3d.data.name
+        data_stages.data.dataset.hf_dataset_splits       parallel3d.data.split
+        data_stages.data.dataset.hf_dataset_config_name  parallel3d.data.subset
+        data_stages.data.dataset.text_column_name        parallel3d.data.text_field
+        data_stages.data.dataset.dataset_weights         parallel3d.data.mixture@weights
+        """
+    ),
     "tokens.val_check_interval": Rule(
         "parallel3d.train.evaluate_every", lambda steps: max(0, steps)
     ),
-    "tokenizer.tokenizer_name_or_path": Rule("parallel3d.data.tokenizer@tokenizer"),
     **missing("tokenizer.tokenizer_revision", "name a folder with that revision"),
     **missing("tokenizer.tokenizer_max_length", "documents of any length are packed"),
-    "data_stages.data.dataset.hf_dataset_or_datasets": Rule("parallel3d.data.name"),
-    "data_stages.data.dataset.hf_dataset_splits": Rule("parallel3d.data.split"),
-    "data_stages.data.dataset.hf_dataset_config_name": Rule("parallel3d.data.subset"),
-    "data_stages.data.dataset.text_column_name": Rule("parallel3d.data.text_field"),
     "data_stages.data.dataset.dataset_folder": Rule(
         "parallel3d.data.paths@files",
         lambda names: [f"{name}/*.ds" for name in ([names] if type(names) is str else names)],
     ),
-    "data_stages.data.dataset.dataset_weights": Rule("parallel3d.data.mixture@weights"),
     **missing(
         "data_stages.data.dataset.dataset_path",
         'arrays of ids: data.source "tokens" with data.paths',
@@ -154,8 +166,12 @@ TABLE: dict[str, Rule] = {
     **dropped("tokens.limit_val_batches", "set parallel3d.train.evaluate_samples"),
     **dropped("tokens.limit_test_batches", "see parallel3d.data.validation"),
     # The rest
-    "general.seed": Rule("parallel3d.train.seed"),
-    "checkpoints.checkpoint_interval": Rule("parallel3d.checkpoint.every"),
+    **renamed(
+        """
+        general.seed                     parallel3d.train.seed
+        checkpoints.checkpoint_interval  parallel3d.checkpoint.every
+        """
+    ),
     **dropped("general.project general.run", "set parallel3d.run.name"),
     **dropped(
         "general.step general.consumed_train_samples general.benchmark_csv_path "

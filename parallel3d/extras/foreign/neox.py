@@ -2,25 +2,41 @@
 
 from typing import Any
 
-from parallel3d.extras.foreign.rules import Rule, dropped, missing, same
+from parallel3d.extras.foreign.rules import Rule, dropped, missing, renamed, same
 
 _FULL = ("global", "flash")
 
 
 TABLE: dict[str, Rule] = {
     # The mesh
+    **renamed(
+        """
+        model_parallel_size  parallel3d.mesh.tp
+        sequence_parallel    parallel3d.mesh.sequence_parallel
+        """
+    ),
     "pipe_parallel_size": Rule("parallel3d.mesh.pp", lambda size: max(1, size)),
-    "model_parallel_size": Rule("parallel3d.mesh.tp"),
-    "sequence_parallel": Rule("parallel3d.mesh.sequence_parallel"),
     "context_parallel_size": Rule("parallel3d.mesh.cp", lambda size: max(1, size)),
     **dropped("pipe_partition_method", "layers are placed on stages by their cost"),
     # The model
-    "num_layers": Rule("parallel3d.model.num_hidden_layers"),
+    **renamed(
+        """
+        num_layers         parallel3d.model.num_hidden_layers
+        num_kv_heads       parallel3d.model.num_key_value_heads
+        intermediate_size  parallel3d.model.intermediate_size@inner
+        expansion_factor   parallel3d.model.intermediate_size@expansion
+        mlp_multiple_of    parallel3d.model.intermediate_size@multiple
+        layernorm_epsilon  parallel3d.model@layer_norm_eps
+        rms_norm_epsilon   parallel3d.model@rms_norm_eps
+        rotary_pct         parallel3d.model.config@rotary_pct
+        rotary_emb_base    parallel3d.model@rope_theta
+        gpt_j_residual     parallel3d.model.config@parallel_residual
+        init_method_std    parallel3d.model.initializer_range
+        hidden_dropout     parallel3d.model@dropout
+        attention_dropout  parallel3d.model.attn_pdrop@attention_dropout
+        """
+    ),
     **same("hidden_size num_attention_heads max_position_embeddings", "parallel3d.model"),
-    "num_kv_heads": Rule("parallel3d.model.num_key_value_heads"),
-    "intermediate_size": Rule("parallel3d.model.intermediate_size@inner"),
-    "expansion_factor": Rule("parallel3d.model.intermediate_size@expansion"),
-    "mlp_multiple_of": Rule("parallel3d.model.intermediate_size@multiple"),
     "norm": Rule(
         "parallel3d.model.family@norm",
         {
@@ -31,17 +47,12 @@ TABLE: dict[str, Rule] = {
         },
         verdict="REFUSED",
     ),
-    "layernorm_epsilon": Rule("parallel3d.model@layer_norm_eps"),
-    "rms_norm_epsilon": Rule("parallel3d.model@rms_norm_eps"),
     "pos_emb": Rule(
         "parallel3d.model.family@position",
         {"learned": "learned", "rotary": "rotary"},
         verdict="REFUSED",
     ),
-    "rotary_pct": Rule("parallel3d.model.config@rotary_pct"),
-    "rotary_emb_base": Rule("parallel3d.model@rope_theta"),
     "no_weight_tying": Rule("parallel3d.model.tie_word_embeddings", lambda untied: not untied),
-    "gpt_j_residual": Rule("parallel3d.model.config@parallel_residual"),
     **missing("gpt_j_tied", "attention and MLP have a norm each", False, verdict="REFUSED"),
     "activation": Rule(
         "parallel3d.model.family@mlp",
@@ -62,15 +73,12 @@ TABLE: dict[str, Rule] = {
         verdict="REFUSED",
     ),
     **missing("sliding_window_width", "attention sees the whole sequence"),
-    "init_method_std": Rule("parallel3d.model.initializer_range"),
     **missing("init_method", "weights start normal, with initializer_range", "normal"),
     **missing(
         "output_layer_init_method",
         "initializer_range / sqrt(2 x layers) before the residual",
         "scaled_normal",
     ),
-    "hidden_dropout": Rule("parallel3d.model@dropout"),
-    "attention_dropout": Rule("parallel3d.model.attn_pdrop@attention_dropout"),
     **missing("use_mup", "see parallel3d.model.parametrization", False),
     **dropped(
         "mup_lr mup_std mup_d_model_base mup_hidden_size mup_save save_base_shapes "
@@ -87,16 +95,20 @@ TABLE: dict[str, Rule] = {
     ),
     **dropped("make_vocab_size_divisible_by", "vocabularies are cut without padding"),
     # The optimizer
+    **renamed(
+        """
+        weight_decay    optimizer.params.weight_decay
+        min_lr          parallel3d.train.lr_schedule.min_ratio@min_lr
+        lr_decay_iters  parallel3d.train.lr_schedule@end
+        warmup          parallel3d.train.lr_schedule.warmup_steps@warmup_fraction
+        """
+    ),
     **missing("optimizer.type", "AdamW is the only one", "Adam", "AdamW", "CPU_Adam"),
     **dropped("optimizer.params.max_grad_norm", "as gradient_clipping says"),
-    "weight_decay": Rule("optimizer.params.weight_decay"),
-    "min_lr": Rule("parallel3d.train.lr_schedule.min_ratio@min_lr"),
     "lr_decay_style": Rule(
         "parallel3d.train.lr_schedule.type@style",
         {"linear": "linear", "cosine": "cosine", "constant": "constant"},
     ),
-    "lr_decay_iters": Rule("parallel3d.train.lr_schedule@end"),
-    "warmup": Rule("parallel3d.train.lr_schedule.warmup_steps@warmup_fraction"),
     **dropped(
         "override_lr_scheduler use_checkpoint_lr_scheduler", "a resumed run goes on by itself"
     ),
@@ -104,9 +116,13 @@ TABLE: dict[str, Rule] = {
         "zero_optimization.offload_optimizer.device", {True: "cpu"}, plain=(False,)
     ),
     # Batch, length and precision
-    "seq_length": Rule("parallel3d.data.sequence_length"),
-    "train_iters": Rule("parallel3d.train.steps@steps"),
-    "gas": Rule("gradient_accumulation_steps"),
+    **renamed(
+        """
+        seq_length   parallel3d.data.sequence_length
+        train_iters  parallel3d.train.steps@steps
+        gas          gradient_accumulation_steps
+        """
+    ),
     "precision": Rule(
         "bf16.enabled", {"bfloat16": True, "fp32": False}, why='set "fp16": {"enabled": true}'
     ),
@@ -129,11 +145,17 @@ TABLE: dict[str, Rule] = {
         "the device and the mesh decide",
     ),
     # Data
+    **renamed(
+        """
+        train_data_weights    parallel3d.data.mixture@weights
+        vocab_file            parallel3d.data.tokenizer@tokenizer_path
+        reset_attention_mask  parallel3d.data.isolate_documents
+        """
+    ),
     **dict.fromkeys(
         ("data_path", "train_data_paths"),
         Rule("parallel3d.data.paths@files", lambda paths: [paths] if type(paths) is str else paths),
     ),
-    "train_data_weights": Rule("parallel3d.data.mixture@weights"),
     **dropped(
         "valid_data_paths valid_data_weights test_data_paths test_data_weights split",
         "text is held out; see parallel3d.data.held_out_fraction and parallel3d.data.validation",
@@ -144,18 +166,21 @@ TABLE: dict[str, Rule] = {
         {"GPT2BPETokenizer": "gpt2", "HFTokenizer": "folder", "SPMTokenizer": "folder"},
         why="set parallel3d.data.tokenizer",
     ),
-    "vocab_file": Rule("parallel3d.data.tokenizer@tokenizer_path"),
     **dropped("merge_file", "is in the tokenizer's folder"),
-    "reset_attention_mask": Rule("parallel3d.data.isolate_documents"),
     # Evaluation, checkpoints and output
-    "eval_interval": Rule("parallel3d.train.evaluate_every"),
+    **renamed(
+        """
+        eval_interval      parallel3d.train.evaluate_every
+        checkpoint_factor  parallel3d.checkpoint.every
+        save_interval      parallel3d.checkpoint.every
+        seed               parallel3d.train.seed
+        """
+    ),
     **dropped("eval_iters", "set parallel3d.train.evaluate_samples"),
-    **dict.fromkeys(("checkpoint_factor", "save_interval"), Rule("parallel3d.checkpoint.every")),
     "extra_save_iters": Rule(
         "parallel3d.checkpoint.at", lambda steps: [step for step in steps if step > 0]
     ),
     "keep_last_n_checkpoints": Rule("parallel3d.checkpoint.keep", lambda number: max(2, number)),
-    "seed": Rule("parallel3d.train.seed"),
     **missing(
         "finetune", "weights come over through Hugging Face: set model.from_pretrained", False
     ),

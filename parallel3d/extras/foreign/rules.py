@@ -74,6 +74,15 @@ class Rule(NamedTuple):
         return Row(self.verdict, setting, value, why=self.why)
 
 
+def renamed(lines: str) -> dict[str, Rule]:
+    """Return rules of settings that we have, too: a line has a setting and our path of it."""
+    rules = {}
+    for line in lines.strip().splitlines():
+        setting, path = line.split(maxsplit=1)
+        rules[setting] = Rule(path)
+    return rules
+
+
 def same(names: str, block: str, prefix: str = "") -> dict[str, Rule]:
     """Return rules of settings, separated by spaces, that a block of ours has by these names."""
     return {f"{prefix}{name}": Rule(f"{block}.{name}") for name in names.split()}

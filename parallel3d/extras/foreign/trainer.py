@@ -13,7 +13,7 @@ from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.reader import JsonObject
 from parallel3d.extras.foreign.megatron import Unread
-from parallel3d.extras.foreign.rules import Rule, dropped, missing
+from parallel3d.extras.foreign.rules import Rule, dropped, missing, renamed
 
 _LR_SCHEDULE = "parallel3d.train.lr_schedule"
 _DATA = "parallel3d.data"
@@ -52,21 +52,34 @@ def _trackers(names: object) -> list[str]:
 
 TABLE: dict[str, Rule] = {
     # Batch and length
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "per_gpu_train_batch_size"),
-        Rule("train_micro_batch_size_per_gpu"),
+    **renamed(
+        """
+        per_device_train_batch_size  train_micro_batch_size_per_gpu
+        per_gpu_train_batch_size     train_micro_batch_size_per_gpu
+        gradient_accumulation_steps  gradient_accumulation_steps
+        num_train_epochs             parallel3d.train.epochs
+        """
     ),
-    "gradient_accumulation_steps": Rule("gradient_accumulation_steps"),
     "max_steps": Rule("parallel3d.train.steps@steps", plain=(-1,)),
-    "num_train_epochs": Rule("parallel3d.train.epochs"),
     **missing("auto_find_batch_size", "the batch is fixed; see parallel3d plan", False),
     # The optimizer
-    "learning_rate": Rule("optimizer.params.lr"),
-    "weight_decay": Rule("optimizer.params.weight_decay"),
-    "adam_beta1": Rule("optimizer.params.betas@beta1"),
-    "adam_beta2": Rule("optimizer.params.betas@beta2"),
-    "adam_epsilon": Rule("optimizer.params.eps"),
-    "max_grad_norm": Rule("gradient_clipping"),
+    **renamed(
+        """
+        learning_rate                        optimizer.params.lr
+        weight_decay                         optimizer.params.weight_decay
+        adam_beta1                           optimizer.params.betas@beta1
+        adam_beta2                           optimizer.params.betas@beta2
+        adam_epsilon                         optimizer.params.eps
+        max_grad_norm                        gradient_clipping
+        warmup_steps                         parallel3d.train.lr_schedule.warmup_steps@warmup
+        warmup_ratio                         parallel3d.train.lr_schedule.warmup_steps@warmup_ratio
+        lr_scheduler_kwargs.min_lr           parallel3d.train.lr_schedule.min_ratio@min_lr
+        lr_scheduler_kwargs.min_lr_rate      parallel3d.train.lr_schedule.min_ratio@min_lr_rate
+        lr_scheduler_kwargs.min_lr_ratio     parallel3d.train.lr_schedule.min_ratio@min_lr_rate
+        lr_scheduler_kwargs.num_decay_steps  parallel3d.train.lr_schedule.decay_steps@last
+        lr_scheduler_kwargs.decay_type       parallel3d.train.lr_schedule.type@shape
+        """
+    ),
     **missing(
         "optim",
         "AdamW and Muon are the optimizers",
@@ -89,13 +102,6 @@ TABLE: dict[str, Rule] = {
         },
         why='is none of "constant", "linear", "cosine" and "wsd"',
     ),
-    "warmup_steps": Rule(f"{_LR_SCHEDULE}.warmup_steps@warmup"),
-    "warmup_ratio": Rule(f"{_LR_SCHEDULE}.warmup_steps@warmup_ratio"),
-    "lr_scheduler_kwargs.min_lr": Rule(f"{_LR_SCHEDULE}.min_ratio@min_lr"),
-    "lr_scheduler_kwargs.min_lr_rate": Rule(f"{_LR_SCHEDULE}.min_ratio@min_lr_rate"),
-    "lr_scheduler_kwargs.min_lr_ratio": Rule(f"{_LR_SCHEDULE}.min_ratio@min_lr_rate"),
-    "lr_scheduler_kwargs.num_decay_steps": Rule(f"{_LR_SCHEDULE}.decay_steps@last"),
-    "lr_scheduler_kwargs.decay_type": Rule(f"{_LR_SCHEDULE}.type@shape"),
     # Precision and memory
     "bf16": Rule("bf16.enabled", _SWITCH),
     "fp16": Rule("fp16.enabled", _SWITCH),
@@ -120,49 +126,58 @@ TABLE: dict[str, Rule] = {
     **missing("finetuning_type", "all weights train", "full"),
     **missing("load_in_4bit load_in_8bit quantization_bit", "weights train unquantized", False),
     # The model and its data
-    "model_name_or_path": Rule(f"{_MODEL}.from_pretrained"),
+    **renamed(
+        """
+        model_name_or_path   parallel3d.model.from_pretrained
+        model_type           parallel3d.model.config@model_type
+        tokenizer_name       parallel3d.data.tokenizer@tokenizer_path
+        block_size           parallel3d.data.sequence_length
+        max_seq_length       parallel3d.data.sequence_length
+        max_length           parallel3d.data.sequence_length
+        model_max_length     parallel3d.data.sequence_length
+        cutoff_len           parallel3d.data.sequence_length
+        dataset_name         parallel3d.data.name
+        dataset_config_name  parallel3d.data.subset
+        dataset_config       parallel3d.data.subset
+        dataset_train_split  parallel3d.data.split
+        text_column_name     parallel3d.data.text_field
+        dataset_text_field   parallel3d.data.text_field
+        train_file           parallel3d.data.paths@train_file
+        seed                 parallel3d.train.seed
+        """
+    ),
     "model_revision": Rule(f"{_MODEL}.from_pretrained@revision", plain=("main",)),
-    "model_type": Rule(f"{_MODEL}.config@model_type"),
     "config_overrides": Rule(f"{_MODEL}.config@overrides", _pairs),
     **missing("config_name", f"write its config.json as {_MODEL}.config, with family transformers"),
-    "tokenizer_name": Rule(f"{_DATA}.tokenizer@tokenizer_path"),
-    **dict.fromkeys(
-        ("block_size", "max_seq_length", "max_length", "model_max_length", "cutoff_len"),
-        Rule(f"{_DATA}.sequence_length"),
-    ),
-    "dataset_name": Rule(f"{_DATA}.name"),
-    "dataset_config_name": Rule(f"{_DATA}.subset"),
-    "dataset_config": Rule(f"{_DATA}.subset"),
-    "dataset_train_split": Rule(f"{_DATA}.split"),
-    "text_column_name": Rule(f"{_DATA}.text_field"),
-    "dataset_text_field": Rule(f"{_DATA}.text_field"),
-    "train_file": Rule(f"{_DATA}.paths@train_file"),
     **missing("validation_file", f"see {_DATA}.validation"),
     "validation_split_percentage": Rule(
         f"{_DATA}.held_out_fraction", lambda percent: float(percent) / 100
     ),
     **missing("packing", "documents are packed into sequences", True),
     **missing("max_train_samples", "set parallel3d.train.max_tokens"),
-    "seed": Rule("parallel3d.train.seed"),
     **missing("data_seed", "train.seed orders the samples"),
     # Evaluation, checkpoints and output
-    "eval_steps": Rule("parallel3d.train.evaluate_every@eval_steps"),
+    **renamed(
+        """
+        eval_steps     parallel3d.train.evaluate_every@eval_steps
+        save_steps     parallel3d.checkpoint.every@save_steps
+        logging_steps  steps_per_print@logging_steps
+        output_dir     parallel3d.run.directory
+        run_name       parallel3d.run.name
+        """
+    ),
     "eval_strategy": Rule(
         "parallel3d.train.evaluate_every@eval_strategy",
         {"steps": "steps", "no": "no"},
         why="set parallel3d.train.evaluate_every in steps",
     ),
-    "save_steps": Rule("parallel3d.checkpoint.every@save_steps"),
     "save_strategy": Rule(
         "parallel3d.checkpoint.every@save_strategy",
         {"steps": "steps", "no": "no"},
         why="set parallel3d.checkpoint.every in steps",
     ),
     "save_total_limit": Rule("parallel3d.checkpoint.keep", lambda number: max(2, number)),
-    "logging_steps": Rule("steps_per_print@logging_steps"),
     "report_to": Rule("parallel3d.run.trackers", _trackers),
-    "output_dir": Rule("parallel3d.run.directory"),
-    "run_name": Rule("parallel3d.run.name"),
     "deepspeed": Rule(why="its settings are in the config", verdict="dropped"),
 }
 TABLE["evaluation_strategy"] = TABLE["eval_strategy"]

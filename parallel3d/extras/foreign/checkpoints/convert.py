@@ -7,7 +7,7 @@ disk and was compared with the source.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from math import isclose, prod
 from pathlib import Path
@@ -53,7 +53,7 @@ class Asked:
     """Go on with the config's settings where the source was trained with others."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Result:
     """A checkpoint that was made."""
 
@@ -62,9 +62,9 @@ class Result:
     position: Position
     num_parameters: int
     num_bytes: int
-    taken: list[str] = field(default_factory=list)
+    taken: list[str]
     """Lines about what the source says."""
-    differs: list[str] = field(default_factory=list)
+    differs: list[str]
     """Lines about settings in which the config differs, if that was accepted."""
 
 
@@ -119,19 +119,16 @@ def convert(
     position = _position(source, whole, asked)
     layers = models.layers(whole.model)
     state = Parameters(source, whole, names, layers)
-    result = Result(Path(), source.program, position, len(state.specs), 0)
-    result.taken = _taken(source, position)
     changes = [*_changes(source, whole, position, state)]
     if changes and not asked.accept_changes:
         raise ConfigError(
             f"{source.folder} was trained with other settings: {'; '.join(changes)}. Write those "
             "of the source, or add --accept-changes to go on with the config's"
         )
-    result.differs = changes
     state.check_tied()
-    result.folder = to / "checkpoints" / f"step-{position.step}"
-    result.num_bytes = 4 * len(KINDS) * sum(prod(spec.shape) for spec in state.specs.values())
-    missing = free_space.missing_disk_bytes(to, result.num_bytes)
+    folder = to / "checkpoints" / f"step-{position.step}"
+    num_bytes = 4 * len(KINDS) * sum(prod(spec.shape) for spec in state.specs.values())
+    missing = free_space.missing_disk_bytes(to, num_bytes)
     if missing:
         raise TrainingError(f"{to}: the disk lacks {missing:,} bytes; free some space")
     run_state = RunState(whole, corpus).at(position) | {
@@ -140,8 +137,16 @@ def convert(
         "optimizer_steps": _optimizer_steps(source, position),
         "loss_scale": source.loss_scale if whole.precision == "fp16" else None,
     }
-    _write(result.folder, run_state, state, corpus, progress)
-    return result
+    _write(folder, run_state, state, corpus, progress)
+    return Result(
+        folder=folder,
+        program=source.program,
+        position=position,
+        num_parameters=len(state.specs),
+        num_bytes=num_bytes,
+        taken=_taken(source, position),
+        differs=changes,
+    )
 
 
 def _check_new(to: Path) -> None:

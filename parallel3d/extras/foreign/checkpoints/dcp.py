@@ -8,8 +8,8 @@ and files `*.distcp`, in which each piece is what `torch.save` writes
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +113,8 @@ def find_folders(path: Path) -> list[Path]:
     return sorted(inner.parent for inner in path.glob(f"*/{METADATA}"))
 
 
-@dataclass
-class _State:
-    """The state of the optimizer, by parameter (its name or number) and key."""
-
-    by_name: dict[str, dict[str, ForeignTensor]]
-    root: str
-
-    @property
-    def is_numbered(self) -> bool:
-        return all(name.isdigit() for name in self.by_name)
+_State = dict[str, dict[str, ForeignTensor]]
+"""The state of the optimizer, by parameter (its name or number) and key."""
 
 
 def open_dcp(folders: Iterable[Path], order: Mapping[str, tuple[int, ...]]) -> Source:
@@ -152,32 +144,31 @@ def open_dcp(folders: Iterable[Path], order: Mapping[str, tuple[int, ...]]) -> S
         if not _STATE.fullmatch(name) and name not in _STEPS:
             source.tensors["master"][name] = tensor
     groups, members = _groups(of_other)
-    for kept in state.by_name.values():
+    for kept in state.values():
         check_adamw(kept, source.folder)
-    names = {name: name for name in state.by_name}
-    if state.is_numbered:
+    names = {name: name for name in state}
+    if all(name.isdigit() for name in state):
         names = _named(state, members, order, source.folder)
         members = [[names[number] for number in of_group] for of_group in members]
-    for own, kept in state.by_name.items():
+    for own, kept in state.items():
         for kind in ("exp_avg", "exp_avg_sq"):
             source.add(kind, names[own], kept[kind])
-    counted = next(iter(state.by_name.values())).get("step")
-    if counted is not None:
-        source.optimizer_steps = int(number(counted.read()))
+    counted = next(iter(state.values())).get("step")
+    source.take_steps(counted and counted.read())
     source.take_groups(groups, members)
     return source
 
 
 def _find_state(tensors: Mapping[str, ForeignTensor], folder: Path) -> _State:
     """Return the state of the optimizer; raises CheckpointError if there is none."""
-    by_name: dict[str, dict[str, ForeignTensor]] = defaultdict(dict)
+    state: _State = defaultdict(dict)
     roots = set()
     for key, tensor in tensors.items():
         match = _STATE.fullmatch(key)
         if match:
             roots.add(match[1])
-            by_name[match[2]][match[3]] = tensor
-    if not by_name:
+            state[match[2]][match[3]] = tensor
+    if not state:
         raise CheckpointError(
             f"{folder}: has no moments: no entry is called ...state.NAME.exp_avg; save the "
             "optimizer beside the model, or name the folder that has both"
@@ -186,7 +177,7 @@ def _find_state(tensors: Mapping[str, ForeignTensor], folder: Path) -> _State:
         raise CheckpointError(
             f"{folder}: has several optimizers ({', '.join(sorted(roots))}); save one of them"
         )
-    return _State(by_name, roots.pop())
+    return state
 
 
 def _groups(others: Mapping[str, Folder]) -> tuple[list[dict[str, Any]], list[list[str]]]:
@@ -223,10 +214,6 @@ def _named(
     state: _State, members: list[list[str]], order: Mapping[str, tuple[int, ...]], folder: Path
 ) -> dict[str, str]:
     """Return transformers' names by the optimizer's numbers."""
-    members = members or [sorted(state.by_name, key=int)]
-    of_ids = OfIds([{"params": of_group} for of_group in members], state.by_name, folder)
-    found = of_ids.names(order)
-    names: dict[str, str] = {}
-    for numbers, of_group in zip(members, found, strict=True):
-        names |= dict(zip(numbers, of_group, strict=True))
-    return names
+    members = members or [sorted(state, key=int)]
+    of_ids = OfIds([{"params": of_group} for of_group in members], state, folder)
+    return dict(zip(chain(*members), chain(*of_ids.names(order)), strict=True))

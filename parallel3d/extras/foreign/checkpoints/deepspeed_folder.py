@@ -20,7 +20,6 @@ from parallel3d.extras.foreign.checkpoints.tensors import (
     KINDS,
     FlatPiece,
     ForeignTensor,
-    number,
     whole,
 )
 
@@ -68,7 +67,8 @@ def open_deepspeed(folder: Path) -> Source:
         raise CheckpointError(
             f"{folder}: mp_rank_00_model_states.pt is missing; copy the whole folder"
         )
-    first = load(models[min(models)][min(models[min(models)])])
+    paths = {rank: models[rank][min(models[rank])] for rank in sorted(models)}
+    first = load(paths[min(paths)])
     source = Source(folder, "DeepSpeed")
     _take_counters(source, first)
     if (folder / "zero").is_dir():
@@ -76,9 +76,8 @@ def open_deepspeed(folder: Path) -> Source:
         return source
     _check_ranks(folder, first, models)
     layers = _Layers(folder)
-    for rank in sorted(models):
-        path = models[rank][min(models[rank])]
-        model = first if path == models[min(models)][min(models[min(models)])] else load(path)
+    for rank, path in paths.items():
+        model = first if rank == min(paths) else load(path)
         if rank in optimizers:
             _read_sharded(source, model, path, optimizers[rank])
         elif any(optimizers.values()):
@@ -175,8 +174,8 @@ def _read_sharded(
                     before = pieces[kind][name]
                     at = sum(piece.numel for piece in before)
                     before.append(FlatPiece(flat, start, numel, at))
-            steps = own_state.get("step", _group_step(groups, index))
-            source.optimizer_steps = int(number(steps)) if steps is not None else None
+            group = groups[index] if index < len(groups) else {}
+            source.take_steps(own_state.get("step", group.get("step")))
         source.take_groups(groups, of_groups)
         _take_scale(source, state)
     of_name = {name: shape for of_group in shapes for name, shape in of_group.items()}
@@ -197,10 +196,6 @@ def _state_of(moments: Any, index: int, path: Path) -> Mapping[str, Any]:
         ) from None
     check_adamw(state, path)
     return state
-
-
-def _group_step(groups: Sequence[Mapping[str, Any]], index: int) -> Any:
-    return groups[index].get("step") if index < len(groups) else None
 
 
 def _shapes(model: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
@@ -304,7 +299,7 @@ def _read_unsharded(
             source.add("master", name, master)
             for kind in ("exp_avg", "exp_avg_sq"):
                 source.add(kind, name, whole(of_param[kind]))
-    source.optimizer_steps = int(number(steps)) if steps is not None else None
+    source.take_steps(steps)
     source.take_groups(inner["param_groups"], names)
 
 
@@ -380,5 +375,4 @@ def _read_universal(source: Source, zero: Path) -> None:
             source.add(kind, folder.name, whole(stored))
         if (folder / "step.pt").is_file() and source.optimizer_steps is None:
             steps = load(folder / "step.pt")
-            steps = steps["param"] if isinstance(steps, dict) else steps
-            source.optimizer_steps = int(number(steps))
+            source.take_steps(steps["param"] if isinstance(steps, dict) else steps)

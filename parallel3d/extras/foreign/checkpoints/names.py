@@ -6,6 +6,7 @@ the number of their layer, or the key of a tied module; blocks are the layers wi
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -70,50 +71,57 @@ _LAYOUTS = {
         "model.layers.", "model.embed_tokens.weight", "", "model.norm.", "lm_head.weight"
     ),
 }
-# Megatron-DeepSpeed's and GPT-NeoX's names in a block, GPT-2's and how GPT-2's follow from them.
-_GPT2 = {
-    "input_layernorm.weight": (("ln_1.weight", "same"),),
-    "input_layernorm.bias": (("ln_1.bias", "same"),),
-    "attention.query_key_value.weight": (("attn.c_attn.weight", "qkv transposed"),),
-    "attention.query_key_value.bias": (("attn.c_attn.bias", "qkv"),),
-    "attention.dense.weight": (("attn.c_proj.weight", "transposed"),),
-    "attention.dense.bias": (("attn.c_proj.bias", "same"),),
-    "post_attention_layernorm.weight": (("ln_2.weight", "same"),),
-    "post_attention_layernorm.bias": (("ln_2.bias", "same"),),
-    "mlp.dense_h_to_4h.weight": (("mlp.c_fc.weight", "transposed"),),
-    "mlp.dense_h_to_4h.bias": (("mlp.c_fc.bias", "same"),),
-    "mlp.dense_4h_to_h.weight": (("mlp.c_proj.weight", "transposed"),),
-    "mlp.dense_4h_to_h.bias": (("mlp.c_proj.bias", "same"),),
-}
+# The names of Megatron-DeepSpeed and GPT-NeoX in a block, GPT-2's, and how these follow from them.
+_GPT2 = """
+input_layernorm.weight            ln_1.weight         same
+input_layernorm.bias              ln_1.bias           same
+attention.query_key_value.weight  attn.c_attn.weight  qkv transposed
+attention.query_key_value.bias    attn.c_attn.bias    qkv
+attention.dense.weight            attn.c_proj.weight  transposed
+attention.dense.bias              attn.c_proj.bias    same
+post_attention_layernorm.weight   ln_2.weight         same
+post_attention_layernorm.bias     ln_2.bias           same
+mlp.dense_h_to_4h.weight          mlp.c_fc.weight     transposed
+mlp.dense_h_to_4h.bias            mlp.c_fc.bias       same
+mlp.dense_4h_to_h.weight          mlp.c_proj.weight   transposed
+mlp.dense_4h_to_h.bias            mlp.c_proj.bias     same
+"""
 # The same for Llama, then GPT-NeoX's own, and torchtitan's from `attention.wq.weight` on.
-_LLAMA = {
-    "attention.query_key_value.weight": (
-        ("self_attn.q_proj.weight", "q"),
-        ("self_attn.k_proj.weight", "k"),
-        ("self_attn.v_proj.weight", "v"),
-    ),
-    "attention.dense.weight": (("self_attn.o_proj.weight", "same"),),
-    "mlp.dense_h_to_4h.weight": (
-        ("mlp.gate_proj.weight", "first half"),
-        ("mlp.up_proj.weight", "second half"),
-    ),
-    "mlp.dense_4h_to_h.weight": (("mlp.down_proj.weight", "same"),),
-    "input_layernorm.scale": (("input_layernorm.weight", "same"),),
-    "post_attention_layernorm.scale": (("post_attention_layernorm.weight", "same"),),
-    "mlp.w1.weight": (("mlp.gate_proj.weight", "same"),),
-    "mlp.w3.weight": (("mlp.up_proj.weight", "same"),),
-    "mlp.w2.weight": (("mlp.down_proj.weight", "same"),),
-    "attention.wq.weight": (("self_attn.q_proj.weight", "pairs"),),
-    "attention.wk.weight": (("self_attn.k_proj.weight", "pairs"),),
-    "attention.wv.weight": (("self_attn.v_proj.weight", "same"),),
-    "attention.wo.weight": (("self_attn.o_proj.weight", "same"),),
-    "feed_forward.w1.weight": (("mlp.gate_proj.weight", "same"),),
-    "feed_forward.w3.weight": (("mlp.up_proj.weight", "same"),),
-    "feed_forward.w2.weight": (("mlp.down_proj.weight", "same"),),
-    "attention_norm.weight": (("input_layernorm.weight", "same"),),
-    "ffn_norm.weight": (("post_attention_layernorm.weight", "same"),),
-}
-_TABLES: dict[str, Mapping[str, tuple[tuple[str, str], ...]]] = {"gpt2": _GPT2, "llama": _LLAMA}
+_LLAMA = """
+attention.query_key_value.weight  self_attn.q_proj.weight          q
+attention.query_key_value.weight  self_attn.k_proj.weight          k
+attention.query_key_value.weight  self_attn.v_proj.weight          v
+attention.dense.weight            self_attn.o_proj.weight          same
+mlp.dense_h_to_4h.weight          mlp.gate_proj.weight             first half
+mlp.dense_h_to_4h.weight          mlp.up_proj.weight               second half
+mlp.dense_4h_to_h.weight          mlp.down_proj.weight             same
+input_layernorm.scale             input_layernorm.weight           same
+post_attention_layernorm.scale    post_attention_layernorm.weight  same
+mlp.w1.weight                     mlp.gate_proj.weight             same
+mlp.w3.weight                     mlp.up_proj.weight               same
+mlp.w2.weight                     mlp.down_proj.weight             same
+attention.wq.weight               self_attn.q_proj.weight          pairs
+attention.wk.weight               self_attn.k_proj.weight          pairs
+attention.wv.weight               self_attn.v_proj.weight          same
+attention.wo.weight               self_attn.o_proj.weight          same
+feed_forward.w1.weight            mlp.gate_proj.weight             same
+feed_forward.w3.weight            mlp.up_proj.weight               same
+feed_forward.w2.weight            mlp.down_proj.weight             same
+attention_norm.weight             input_layernorm.weight           same
+ffn_norm.weight                   post_attention_layernorm.weight  same
+"""
+
+
+def _table(lines: str) -> dict[str, list[tuple[str, str]]]:
+    """Return the targets of each name, and how they follow from it."""
+    table = defaultdict(list)
+    for line in lines.strip().splitlines():
+        name, target, how = line.split(maxsplit=2)
+        table[name].append((target, how))
+    return dict(table)
+
+
+_TABLES = {"gpt2": _table(_GPT2), "llama": _table(_LLAMA)}
 _LAYERS = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 _PIPELINE = re.compile(r"(?:sequential\.)?(\d+)\.(.+)")
 _ATTENTION = re.compile(r"(?:^|\.)(?:self_)?att(?:n|ention)\.")

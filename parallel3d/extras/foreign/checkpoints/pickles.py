@@ -118,7 +118,9 @@ def load(path: Path) -> Any:
     try:
         with open(path, "rb") as file:
             if file.read(len(_ZIP)) != _ZIP:
-                raise CheckpointError(_why_no_zip(path))
+                no_zip = "is not a file of torch.save (a zip archive); load and save it with torch"
+                reason = _refusal(path.read_bytes(), f"{no_zip} again")
+                raise CheckpointError(f"{path}: {reason}")
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing; copy the whole folder") from None
     except OSError as error:
@@ -147,7 +149,11 @@ def _reported(place: str, read: Callable[[], bytes]) -> Iterator[None]:
     try:
         yield
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{place}: {_refusal(str(error), read())}") from None
+        match = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if match:
+            raise CheckpointError(f"{place}: {_refused(match[1])}") from None
+        loader = f"is refused by torch's weights-only loader ({first_line(error)[:200]})"
+        raise CheckpointError(f"{place}: {_refusal(read(), loader)}") from None
     # Broad: a damaged file makes torch raise errors of many types.
     except (RuntimeError, OSError, EOFError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -220,27 +226,13 @@ def _place(tensor: Tensor, path: Path) -> Stored:
     return Stored(path, int(at), tuple(tensor.shape), tensor.dtype)
 
 
-def _why_no_zip(path: Path) -> str:
-    for name in _classes_in(path.read_bytes()[:_MOST_BYTES_SCANNED]):
-        if not _is_known(name):
-            return f"{path}: {_refused(name)}"
-    return f"{path}: is not a file of torch.save (a zip archive); load and save it with torch again"
-
-
-def _refusal(message: str, data: bytes) -> str:
-    """Return why the weights-only loader has refused a file, with the class that it met."""
-    match = re.search(r"GLOBAL ([\w.]+)", message)
-    if match:
-        return _refused(match[1])
+def _refusal(data: bytes, otherwise: str) -> str:
+    """Return why a file is refused: the first class in it that is not known, or `otherwise`."""
+    known = {*_STAND_INS, *_PLAIN, *_get_allowed_globals()}
     for name in _classes_in(data[:_MOST_BYTES_SCANNED]):
-        if not _is_known(name):
+        if name not in known:
             return _refused(name)
-    return f"is refused by torch's weights-only loader ({message.splitlines()[0][:200]})"
-
-
-def _is_known(name: str) -> bool:
-    """Return True if a name is one that torch's weights-only loader or this file knows."""
-    return name in (*_STAND_INS, *_PLAIN) or name in _get_allowed_globals()
+    return otherwise
 
 
 def _refused(name: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.base.errors import CheckpointError
-from parallel3d.extras.foreign.checkpoints.tensors import KINDS, ForeignTensor
+from parallel3d.extras.foreign.checkpoints.tensors import KINDS, ForeignTensor, number
 
 ADAMW = {"step", "exp_avg", "exp_avg_sq"}
 """What AdamW keeps for a parameter, beside `foreach`'s and `fused`'s own."""
@@ -43,6 +43,11 @@ class Source:
         first = self.tensors[kind].setdefault(plain_name(name), tensor)
         if first is not tensor:
             first.copies.append(tensor)
+
+    def take_steps(self, steps: object) -> None:
+        """Note the updates of the optimizer, if it has counted them."""
+        if steps is not None:
+            self.optimizer_steps = int(number(steps))
 
     def take_groups(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[Iterable[str]]

@@ -9,7 +9,7 @@ from parallel3d.config.pretrained import weight_files
 from parallel3d.extras.foreign.checkpoints.ids import OfIds
 from parallel3d.extras.foreign.checkpoints.pickles import Stored, load
 from parallel3d.extras.foreign.checkpoints.source import Source, check_adamw
-from parallel3d.extras.foreign.checkpoints.tensors import number, whole
+from parallel3d.extras.foreign.checkpoints.tensors import whole
 from parallel3d.huggingface.source import DTYPES, stored_tensors
 
 STATE = "trainer_state.json"
@@ -57,6 +57,6 @@ def open_trainer(folder: Path, order: Mapping[str, tuple[int, ...]]) -> Source:
             steps = own_state.get("step", steps)
             for kind in ("exp_avg", "exp_avg_sq"):
                 source.add(kind, name, whole(own_state[kind]))
-    source.optimizer_steps = None if steps is None else int(number(steps))
+    source.take_steps(steps)
     source.take_groups(groups, names)
     return source
