@@ -5,10 +5,12 @@
 Runs launch/train.py on one process, twice: the second time the corpus is cached, and each call of a
 library function is counted. A change of file is a call or a return into another library file than
 the one before. The config's path are the calls, in and below `train()`, that are handed the config
-or a section of it: the files that see it, and its stays there.
+or a section of it: the files that see it, and its stays there. An accessor, a property
+of one return, is read like an attribute: stays are counted without and with accessors.
 """
 
 import argparse
+import ast
 import inspect
 import json
 import os
@@ -39,19 +41,55 @@ SETTINGS = {
 }
 
 
+def accessors() -> set[tuple[str, str]]:
+    """Return (file, name) of each property of the library whose body is one return."""
+    names = set()
+    for folder in LIBRARY:
+        for path in Path(folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef) and is_accessor(node):
+                    names.add((str(path), node.name))
+    return names
+
+
+def is_accessor(function: ast.FunctionDef) -> bool:
+    """Return True for a property whose body is one return, below its docstring."""
+    decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+    statements = function.body
+    if ast.get_docstring(function) is not None:
+        statements = statements[1:]
+    is_short = len(statements) == 1
+    return decorators == ["property"] and is_short and isinstance(statements[0], ast.Return)
+
+
 class _FirstStep(BaseException):
     """The first optimizer step begins."""
+
+
+class Stays:
+    """The files that a reader visits one after another."""
+
+    def __init__(self) -> None:
+        self.files = set[str]()
+        self.count = 0
+        self._last = ""
+
+    def visit(self, file: str) -> None:
+        """Count a call in `file`, which is a stay if the last one was elsewhere."""
+        if file != self._last:
+            self._last = file
+            self.count = self.count + 1
+            self.files.add(file)
 
 
 class Trail:
     """Counts of the calls seen so far."""
 
     def __init__(self) -> None:
-        self.files = set[str]()
-        self.changes = 0
-        self.config_files = set[str]()
-        self.config_stays = 0
-        self._last = self._last_of_config = ""
+        self.all = Stays()
+        self.config = Stays()
+        self.config_by_accessors = Stays()
+        self._accessors = accessors()
         self._trains = False
         self.before_self_test: tuple[int, int] | None = None
 
@@ -70,22 +108,19 @@ class Trail:
         if "<" in code.co_name or code.co_flags & inspect.CO_GENERATOR or is_body:
             return
         file = code.co_filename
-        if file != self._last:
-            self._last = file
-            self.changes = self.changes + 1
-            self.files.add(file)
+        self.all.visit(file)
         if event == "call" and (file, code.co_name) == (str(ROOT / "launch/train.py"), "train"):
             self._trains = True
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         values = (frame.f_locals.get(name) for name in given)
         is_handed = any(type(v).__module__ in CONFIG for v in values)
-        if self._trains and is_handed and file != self._last_of_config:
-            self._last_of_config = file
-            self.config_stays = self.config_stays + 1
-            self.config_files.add(file)
+        if self._trains and is_handed:
+            self.config_by_accessors.visit(file)
+            if (file, code.co_name) not in self._accessors:
+                self.config.visit(file)
         if event == "call" and code.co_qualname == "Engine.step":
             if self.before_self_test is None:
-                self.before_self_test = len(self.files), self.changes
+                self.before_self_test = len(self.all.files), self.all.count
             if frame.f_back and frame.f_back.f_code.co_filename.endswith("train/trainer.py"):
                 raise _FirstStep
 
@@ -119,10 +154,13 @@ def main() -> None:
     assert seen.before_self_test
     for step, (files, changes) in (
         ("self-test's first optimizer step", seen.before_self_test),
-        ("run's first optimizer step", (len(seen.files), seen.changes)),
+        ("run's first optimizer step", (len(seen.all.files), seen.all.count)),
     ):
         print(f"until the {step}: {files} files, {changes:,} changes of file")
-    print(f"the config through train(): {len(seen.config_files)} files, {seen.config_stays} stays")
+    print(
+        f"the config through train(): {len(seen.config.files)} files, {seen.config.count} stays "
+        f"({seen.config_by_accessors.count} with accessors)"
+    )
     sys.stdout.flush()
     os._exit(0)  # not through the end of a process whose threads are still at work
 

@@ -26,7 +26,6 @@ from parallel3d.checkpoint.safe_files import (
     read_bytes,
     tokenizer_digest,
 )
-from parallel3d.config.deepspeed import file_of
 from parallel3d.model import optimizers
 
 FORMAT = 1
@@ -225,7 +224,7 @@ def optimizer_of(state: Mapping[str, object]) -> str | None:
     The folder that the checkpoint's config names is not searched, because its code would be run.
     """
     name = value_at(state, "config.optimizer.type")
-    file = file_of(name if isinstance(name, str) else "AdamW")
+    file = optimizers.file_of(name if isinstance(name, str) else "AdamW")
     return file if file in optimizers.names() else None
 
 

@@ -15,10 +15,10 @@ from parallel3d.base.section import ABSENT
 from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import CompleteConfig
-from parallel3d.config.deepspeed import file_of
 from parallel3d.config.learning_rate import rate
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.split import SPLIT_FORMAT
+from parallel3d.model import optimizers
 
 _LOSES_ITS_PLACE = "so the run would lose its place in the data"
 # Settings, the meaning of their value (ABSENT in configs of earlier versions), and why a run cannot
@@ -27,7 +27,7 @@ _MUST_NOT_CHANGE: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("parallel3d.train.seed", int, _LOSES_ITS_PLACE),
     ("parallel3d.data.sequence_length", int, _LOSES_ITS_PLACE),
     ("parallel3d.data.packing", lambda p: "none" if p is ABSENT else p, _LOSES_ITS_PLACE),
-    ("optimizer.type", file_of, "which cannot continue from the other's state"),
+    ("optimizer.type", optimizers.file_of, "which cannot continue from the other's state"),
     (
         "parallel3d.model.parametrization",
         lambda own: own if isinstance(own, dict) and own["type"] != "standard" else "standard",

@@ -27,7 +27,7 @@ from parallel3d.model import optimizers
 EXAMPLE = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 DEFAULT_LR = 1e-3  # DeepSpeed's Adam has it, for files without an optimizer
 
-# As `OptimizerConfig.type` spells them; in DeepSpeed, "Adam" decouples weight decay, too.
+# As `OptimizerConfig.type` spells them.
 _ADAMW = {"adamw": "AdamW", "adam": "Adam", "fusedadam": "Adam"}
 
 
@@ -37,15 +37,10 @@ def _optimizer_name(value: object) -> object:
         return value
     known = _ADAMW | {name.lower(): name for name in optimizers.names() if name != "adamw"}
     if name := known.get(value.lower()):
-        optimizers.load(file_of(name))
+        optimizers.load(name)
         return name
     choice = " or ".join(f'"{name}"' for name in dict.fromkeys(known.values()))
     raise ValueError(f'must be {choice}; write "AdamW", or set run.optimizer_folders')
-
-
-def file_of(type_name: str) -> str:
-    """Return the file of an optimizer by its type, as `_optimizer_name` spells it."""
-    return "adamw" if type_name in _ADAMW.values() else type_name
 
 
 def _zero_stage(value: object) -> object:
@@ -58,7 +53,7 @@ def _zero_stage(value: object) -> object:
 def _params_of(type_name: str) -> type[Section]:
     """Return the settings of an optimizer; those of AdamW if its file cannot be used."""
     try:
-        return optimizers.load(file_of(type_name)).Params
+        return optimizers.load(type_name).Params
     except ConfigError:  # a problem of optimizer.type
         return optimizers.load("adamw").Params
 
@@ -82,11 +77,6 @@ class OptimizerConfig(Section):
     GPUs and torch's on CPUs."""
     params: Annotated[Any, PlainValidator(PARAMS)] = Field(examples=[EXAMPLE["params"]])
     """Learning rate, and the optimizer's own settings."""
-
-    @property
-    def file(self) -> str:
-        """Name of the optimizer's file, for `parallel3d.model.optimizers`."""
-        return file_of(self.type)
 
 
 class Bf16Config(Switched):

@@ -74,7 +74,7 @@ def check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> Ite
     offload = zero.offload_optimizer
     on_nvme = zero.offload_param.device == "nvme"
     # The swapper reads master, gradient and states into one buffer each.
-    states = (optimizers.kinds(optimizer.file, role) for role in (optimizers.MATRIX, None))
+    states = (optimizers.kinds(optimizer.type, role) for role in (optimizers.MATRIX, None))
     each = max(4, *(1 + len(kinds) for kinds in states))
     needed = each * (1 + offload.pipeline_read + offload.pipeline_write)
     what = "pipeline_read or pipeline_write" if needed > each else f"the state of {optimizer.type}"
@@ -106,7 +106,7 @@ def check_optimizer(
     optimizer: OptimizerConfig, zero_optimization: ZeroConfig, model: ModelConfig
 ) -> Iterator[Problem]:
     """Refuse what the engine, DeepSpeed or a checkpoint cannot do with an optimizer."""
-    file = optimizers.load(optimizer.file)
+    file = optimizers.load(optimizer.type)
     name = optimizer.type
     params = optimizer.params
     device = zero_optimization.offload_optimizer.device

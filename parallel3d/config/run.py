@@ -1,8 +1,6 @@
 """The config of a run in three phases: as read, for a number of ranks, and with its corpus."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Mapping, Sequence
 from typing import Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError
@@ -20,51 +18,13 @@ from parallel3d.config.parallel3d_block import (
     CheckpointConfig,
     MeshConfig,
     OutputConfig,
+    Parallel3DConfig,
     PipelineConfig,
     TrainConfig,
 )
 from parallel3d.config.run_settings import RunSettings
 from parallel3d.model.config import ModelConfig
 from parallel3d.schedule import schedules
-
-# Settings of output, stopping and speed, which do not affect what is trained.
-_NOT_TRAINED = (
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "flops_profiler",
-    "comms_logger",
-    "aio",
-    "tensorboard",
-    "csv_monitor",
-    "wandb",
-    "comet",
-    "zero_optimization.offload_optimizer.nvme_path",
-    "zero_optimization.offload_param.nvme_path",
-    "parallel3d.run",
-    "parallel3d.checkpoint",
-    "parallel3d.mesh.fallbacks",
-    "parallel3d.pipeline.weights",
-    "parallel3d.data.cache",
-    "parallel3d.data.max_line_bytes",
-    "parallel3d.data.workers",
-    "parallel3d.data.read_ahead",
-    "parallel3d.data.stream_cache_bytes",
-    "parallel3d.train.stop_after",
-    "parallel3d.train.timeout_seconds",
-    "parallel3d.train.profile",
-    "parallel3d.train.digest_every",
-    "parallel3d.train.check_bits",
-)
-PLACEMENT_SETTINGS = (
-    "zero_optimization",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "parallel3d.mesh",
-    "parallel3d.plan",
-    "parallel3d.pipeline",
-)
-"""Settings that place a run on devices and offload it; they change results by rounding only. The
-global batch, train_batch_size, is not among them."""
 
 
 class RunConfig(RunSettings):
@@ -212,6 +172,7 @@ class RunConfig(RunSettings):
             train_batch_size=batch,
             train_micro_batch_size_per_gpu=micro,
             gradient_accumulation_steps=accumulation,
+            parallel3d=ResolvedBlock.model_construct(**dict(config.parallel3d)),
         )
         return resolved._limited_by_max_tokens()._with_note_on_batches()._fitted()._checked()
 
@@ -233,7 +194,8 @@ class RunConfig(RunSettings):
             if value in ("auto", None):
                 problems.append(Problem(path, value, "is not known yet", "write a number"))
         raise_if_any(problems)
-        return _in_phase(self, CompleteConfig, num_steps=self.train.steps)
+        block = ResolvedBlock.model_construct(**dict(self.parallel3d))
+        return _in_phase(self, CompleteConfig, parallel3d=block, num_steps=self.train.steps)
 
     def with_notes(self, *notes: str) -> Self:
         """Return a copy of the config with these notes instead of its own."""
@@ -329,14 +291,27 @@ class RunConfig(RunSettings):
         return config.with_notes(*self.notes, *notes)
 
 
+class ResolvedBlock(Parallel3DConfig):
+    """The "parallel3d" block for a number of ranks."""
+
+    mesh: MeshConfig
+    """Ranks per axis; dp is a number."""
+
+
 class ResolvedConfig(RunConfig):
     """A config for a number of ranks: its mesh and batch are known, but not yet its corpus."""
 
     train_batch_size: Positive
     train_micro_batch_size_per_gpu: Positive
     gradient_accumulation_steps: Positive
+    parallel3d: ResolvedBlock
     max_samples: int | None = Field(default=None, exclude=True)
     """The samples of the run, if max_tokens or epochs limit it."""
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """Ranks per axis."""
+        return self.parallel3d.mesh
 
     @property
     def micro_batch_size(self) -> int:
@@ -472,25 +447,10 @@ Phase = TypeVar("Phase", bound=RunConfig)
 
 
 def _in_phase(settings: RunSettings, phase: type[Phase], **known: object) -> Phase:
-    """Return a config with these settings in another phase, in which `known` is known, too."""
-    values = dict(settings) | known
-    return phase(
-        **{
-            name: values[name]
-            for name in phase.model_fields
-            if values.get(name) is not None  # so that its default holds
-        }
-    )
+    """Return a config with these settings in another phase, in which `known` is known, too.
 
-
-def digest_of(config: RunSettings, also: Iterable[str] = ()) -> str:
-    """Return a digest that is equal for configs that train the same, as they were read.
-
-    - `also`: dotted paths of settings to ignore, besides those of output, stopping and speed.
+    They were validated when they were read.
     """
-    values = config.to_public_dict()
-    ignored = [p.rpartition(".") for p in (*_NOT_TRAINED, *also)]
-    blocks = reader.blocks_at(values, {section for section, _, _ in ignored})
-    for section, _, name in ignored:
-        blocks[section].pop(name, None)
-    return blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
+    values = dict(settings) | known
+    known_values = {name: value for name, value in values.items() if value is not None}
+    return phase.model_construct(settings.model_fields_set | known.keys(), **known_values)

@@ -101,7 +101,7 @@ class Engine:
         self.held = tuple(held)
         self.settings = settings
         self.mesh = mesh
-        file = optimizers.load(settings.optimizer.file)
+        file = optimizers.load(settings.optimizer.type)
         self._kinds = core.group_kinds(
             settings.rates, file.WHOLE_MATRICES, divides_experts=mesh.experts.size > 1
         )
@@ -344,7 +344,7 @@ class Engine:
     @cached_property
     def states(self) -> OptimizerStates:
         """This rank's masters and optimizer state, which a checkpoint saves."""
-        file = self.settings.optimizer.file
+        file = optimizers.file_of(self.settings.optimizer.type)
         return OptimizerStates(self.deepspeed, self.held, file, self.settings.ema is not None)
 
     @contextmanager
@@ -454,5 +454,5 @@ def forward_settings(settings: EngineSettings) -> EngineSettings:
             "offload_param": offload,
         }
     )
-    pipeline = settings.pipeline.model_copy(update={"weights": "per_microbatch"})
-    return replace(settings, zero=zero, pipeline=pipeline)
+    once = settings.reduces_once or zero.stage == 0
+    return replace(settings, zero=zero, weights="per_microbatch", reduces_once=once)

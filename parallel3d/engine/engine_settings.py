@@ -9,7 +9,7 @@ import torch
 from parallel3d.base.section import Section
 from parallel3d.config import ResolvedConfig
 from parallel3d.config.deepspeed import AioConfig, Fp16Config, OptimizerConfig, ZeroConfig
-from parallel3d.config.parallel3d_block import EmaConfig, PipelineConfig
+from parallel3d.config.parallel3d_block import EmaConfig
 from parallel3d.model.parametrization import Rate, Role
 from parallel3d.models.common import rates_of
 from parallel3d.schedule.sharding import Weights
@@ -21,7 +21,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class EngineSettings:
     """The part of a run's config that an engine reads.
 
-    - `pipeline`: says when gradients are reduced, and how long ZeRO-3's weights stay gathered.
+    - `weights`: how long ZeRO-3's weights stay gathered.
+    - `reduces_once`: gradients are reduced once per step, not once per microbatch.
     - `rates`: factors of the learning rate, eps and weight decay for each role of a parameter.
     - `precision`: of parameters and activations.
     - `reduced_in`: the precision in which gradients are averaged over dp.
@@ -31,7 +32,8 @@ class EngineSettings:
 
     micro_batch_size: int
     zero: ZeroConfig
-    pipeline: PipelineConfig
+    weights: Weights
+    reduces_once: bool
     optimizer: OptimizerConfig
     rates: Mapping[Role | None, Rate]
     precision: str
@@ -49,7 +51,8 @@ class EngineSettings:
         return cls(
             micro_batch_size=config.micro_batch_size,
             zero=config.zero_optimization,
-            pipeline=own.pipeline,
+            weights=own.pipeline.gathered_weights,
+            reduces_once=own.pipeline.reduces_once(config.zero_optimization.stage),
             optimizer=config.optimizer,
             rates=rates_of(own.model, config.optimizer.params),
             precision=config.precision,
@@ -85,16 +88,6 @@ class EngineSettings:
     def weight_decay(self) -> float:
         """The optimizer's weight decay; 0 if it has none."""
         return float(getattr(self.optimizer.params, "weight_decay", 0.0))
-
-    @cached_property
-    def reduces_once(self) -> bool:
-        """True if gradients are reduced once per step, not once per microbatch."""
-        return self.pipeline.reduces_once(self.zero.stage)
-
-    @property
-    def weights(self) -> Weights:
-        """How long ZeRO-3's weights stay gathered."""
-        return self.pipeline.gathered_weights
 
     @cached_property
     def holds_weights(self) -> bool:

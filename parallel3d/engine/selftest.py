@@ -58,7 +58,7 @@ def _specs(settings: EngineSettings, mesh: Mesh) -> list[ParamSpec]:
 
 
 def _uses_matrices(settings: EngineSettings) -> bool:
-    return optimizers.load(settings.optimizer.file).WHOLE_MATRICES
+    return optimizers.load(settings.optimizer.type).WHOLE_MATRICES
 
 
 class _Stage(nn.Module):
@@ -111,7 +111,7 @@ def _scaled_down(settings: EngineSettings) -> EngineSettings:
     # gradient's sign.
     changed: dict[str, object] = {"eps": 1.0}
     rates = settings.rates
-    if settings.optimizer.file == "muon":
+    if settings.optimizer.type == "muon":
         # One rate for all. More steps of Newton-Schulz multiply half precision's rounding by
         # several hundred.
         changed |= {"ns_steps": 1, "muon_lr": None, "adam_lr": None}
@@ -201,7 +201,7 @@ def _reference(
     if _uses_matrices(settings):
         groups[0]["views"] = _whole
     own = settings.optimizer
-    optimizer = optimizers.load(own.file).reference(groups, own.params)
+    optimizer = optimizers.load(own.type).reference(groups, own.params)
     x, grad = _samples(mesh.samples.size).flatten(0, 1).transpose(0, 1).flatten(1, 2)
     norms = []
     for _ in range(2):
@@ -253,10 +253,11 @@ def _compare(
 
 def _message(settings: EngineSettings, outcome: str, problems: str) -> str:
     zero = settings.zero
+    reduction = "per_step" if settings.reduces_once else "per_microbatch"
     return (
         f"the self-test of DeepSpeed {deepspeed.__version__} failed: two steps of a toy stage "
         f"(ZeRO {zero.stage}, optimizer offload {zero.offload_optimizer.device}, parameter "
         f"offload {zero.offload_param.device}, {settings.precision}, gradient_reduction "
-        f"{settings.pipeline.gradient_reduction}) {outcome}\n  {problems}\n"
+        f"{reduction}) {outcome}\n  {problems}\n"
         f"deepspeed{KNOWN_GOOD} is known to be correct: pip install 'deepspeed{KNOWN_GOOD}'"
     )

@@ -23,6 +23,8 @@ MATRIX: Role = "hidden"
 
 MASTER = "master"
 """The kind of the fp32 master weights in checkpoints."""
+ADAMW = ("AdamW", "Adam")
+"""Types whose file is `adamw`; in DeepSpeed, "Adam" decouples weight decay, too."""
 EMA = "ema"
 """The exponential moving average of a master weight, which the engine keeps beside the states."""
 
@@ -84,11 +86,19 @@ def names() -> tuple[str, ...]:
     return tuple(sorted({module.name for module in iter_modules(__path__)}))
 
 
+def file_of(name: str) -> str:
+    """Return the name of an optimizer's file by its type in the config, or by the file's name."""
+    return "adamw" if name in ADAMW else name
+
+
 @cache
 def load(name: str) -> OptimizerFile:
-    """Return the optimizer's file called `name`; raise ConfigError if it cannot be used."""
+    """Return the file of an optimizer; raise ConfigError if it cannot be used.
+
+    `name` is its type in the config, here and below, or the name of the file.
+    """
     try:
-        file = import_module(f"{__name__}.{name}")
+        file = import_module(f"{__name__}.{file_of(name)}")
     except Exception as error:  # the file may be the user's own code
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"its file cannot be imported ({reason}); mend it") from error

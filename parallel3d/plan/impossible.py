@@ -72,7 +72,7 @@ def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> tuple[int
     zero = config.zero_optimization
     element = BYTES[config.precision]
     own = config.parallel3d
-    file = config.optimizer.file
+    file = config.optimizer.type
     mesh = own.mesh
     data = own.data
     split = ranks

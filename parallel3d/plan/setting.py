@@ -141,13 +141,13 @@ class Workload:
 
     def state_bytes(self, role: Role | None = None) -> int:
         """Return the bytes of an element's master weight, optimizer state and average."""
-        return optimizers.state_bytes(self.optimizer.file, role, self.has_ema)
+        return optimizers.state_bytes(self.optimizer.type, role, self.has_ema)
 
     @cached_property
     def step_bytes(self) -> int:
         """Bytes that an update reads and writes for each element."""
         average = _EMA_BYTES if self.has_ema else 0
-        return optimizers.load(self.optimizer.file).STEP_BYTES + average
+        return optimizers.load(self.optimizer.type).STEP_BYTES + average
 
     @cached_property
     def newton_schulz(self) -> NewtonSchulz | None:

@@ -21,7 +21,7 @@ from parallel3d.base.lock import Lock, LockHeld, read
 from parallel3d.base.say import Say
 from parallel3d.base.section import Section
 from parallel3d.config import ResolvedConfig, RunConfig, hardware
-from parallel3d.config.run import digest_of
+from parallel3d.config.digest import digest_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
 

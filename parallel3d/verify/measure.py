@@ -118,7 +118,7 @@ def _compile_operators(rank: int, config: CompleteConfig) -> None:
     mesh = Mesh()
     say = partial(print, file=sys.stderr, flush=True)
     zero = config.zero_optimization
-    uses_adam = optimizers.load(config.optimizer.file).CPU_ADAM
+    uses_adam = optimizers.load(config.optimizer.type).CPU_ADAM
     if uses_adam and zero.offload_optimizer.device != "none":
         load_cpu_adam(mesh, say)
     if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):

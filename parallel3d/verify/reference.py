@@ -390,7 +390,7 @@ def train_model(
         masters = {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
     scale = _SCALE if config.precision == "fp16" else 1.0
     groups = definitions.optimizer_groups(model, config, masters)
-    optimizer = optimizers.load(config.optimizer.file).reference(groups, config.optimizer.params)
+    optimizer = optimizers.load(config.optimizer.type).reference(groups, config.optimizer.params)
     clipped = [weight for g in groups if g.get("clipped", True) for weight in g["params"]]
     save_weights(config, masters, folder / FIRST)
     losses = []

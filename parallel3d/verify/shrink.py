@@ -142,7 +142,7 @@ def shrink(
     raw.pop("scheduler", None)
     raw["gradient_clipping"] = clipping if config.gradient_clipping else 0.0
     params = raw["optimizer"]["params"]
-    params["lr"] = optimizers.load(config.optimizer.file).VERIFY_LR
+    params["lr"] = optimizers.load(config.optimizer.type).VERIFY_LR
     if "eps" in params:
         params["eps"] = max(EPS, params["eps"])
     for name, factor in OTHER_RATES.items():

@@ -66,7 +66,7 @@ def features(
         (True, f"precision {config.precision}", ""),
         (getattr(config.optimizer.params, "weight_decay", 0), "which parameters decay", ""),
         (
-            config.optimizer.file == "muon",
+            config.optimizer.type == "muon",
             "optimizer.params.coefficients",
             "tests/config/test_muon.py",
         ),

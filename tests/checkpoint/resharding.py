@@ -152,7 +152,7 @@ class Trained(Trainer):
         self._link_moments()
         for held in self.engine.held:
             values = {"master": self.engine.full_parameter(held)}
-            file = self.engine.settings.optimizer.file
+            file = self.engine.settings.optimizer.type
             for kind in optimizers.kinds(file, held.spec.role, has_ema=True)[1:]:
                 moment = safe_get_full_optimizer_state(held.parameter, kind)
                 values[kind] = moment.detach().reshape(held.cut.local_shape)

@@ -6,7 +6,7 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.config.run import digest_of
+from parallel3d.config.digest import digest_of
 from parallel3d.plan.search.plans import with_vocabulary
 
 pytestmark = pytest.mark.pure

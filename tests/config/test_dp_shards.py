@@ -4,7 +4,7 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.config.run import digest_of
+from parallel3d.config.digest import digest_of
 from tests.config.configs import error_of, raw
 
 pytestmark = pytest.mark.pure

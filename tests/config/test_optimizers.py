@@ -59,7 +59,7 @@ def test_file_in_the_user_folder_is_an_optimizer(mine):
     message = error_of(**{NAME: "SGD"})
     assert 'must be "AdamW" or "Adam" or "muon"; write "AdamW", or set run.opt' in message
     config = RunConfig.from_dict(raw(**{NAME: "SGD", FOLDERS: [mine]}))
-    assert config.optimizer.type == config.optimizer.file == "sgd"
+    assert config.optimizer.type == "sgd"
     params = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0}
     assert config.optimizer.params.model_dump() == params
     assert RunConfig.from_dict(config.to_dict()) == config

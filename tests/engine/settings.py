@@ -27,10 +27,12 @@ def settings_of(
         "offload_optimizer": {"device": offload_optimizer, "nvme_path": folder},
         "offload_param": {"device": offload_param, "nvme_path": folder},
     }
+    pipeline = PipelineConfig(gradient_reduction=gradient_reduction, weights=weights)
     return EngineSettings(
         micro_batch_size=micro_batch_size,
         zero=ZeroConfig.model_validate(block | (zero or {})),
-        pipeline=PipelineConfig(gradient_reduction=gradient_reduction, weights=weights),
+        weights=pipeline.gathered_weights,
+        reduces_once=pipeline.reduces_once(zero_stage),
         optimizer=OptimizerConfig(type=optimizer, params={"lr": 1e-3} | (params or {})),
         rates=Scales().rates(),
         precision=precision,

@@ -48,7 +48,7 @@ def test_optimizer_of_the_page_trains_like_pytorch_and_resumes(tmp_path):
         replicas = MeshSizes(dp=2)
         stages = MeshSizes(pp=2)
         small, reference = prepare(config, [replicas, stages], tmp_path)
-        assert small[replicas].optimizer.file == "sgd"
+        assert small[replicas].optimizer.type == "sgd"
         saved = errors_of(small[replicas], reference, saves=tmp_path / "saved")
         resumed = errors_of(small[stages], reference, resumes=tmp_path / "saved")
     assert saved < 1e-5 and resumed < 1e-5, (saved, resumed)

@@ -110,6 +110,8 @@ def worst_of(cases, folder, fault=nullcontext):
     return [max(row) for row in zip(*ranks, strict=True)]
 
 
+# The meshes of the parity table's default tier, and two more.
+ONE = [CASE, replace(CASE, zero_stage=3, offload="cpu")]
 TWO = [
     replace(CASE, mesh=(1, 2, 1), zero_stage=0),
     replace(CASE, mesh=(1, 2, 1), zero_stage=2, offload="cpu"),
@@ -119,14 +121,29 @@ TWO = [
 FOUR = [
     replace(CASE, mesh=(2, 2, 1), zero_stage=3, schedule="one_f_one_b"),
     replace(CASE, mesh=(1, 2, 2), zero_stage=2),
+    replace(CASE, mesh=(2, 1, 2), zero_stage=1, sequence_parallel=True),
+    replace(CASE, mesh=(1, 1, 4, 1), zero_stage=3),
     replace(
         CASE, mesh=(1, 4, 1), zero_stage=3, changes=CASE.changes | {"parallel3d.mesh.dp_shards": 2}
     ),
 ]
+EIGHT = [
+    replace(CASE, mesh=(2, 2, 2), zero_stage=3, offload="cpu", schedule="one_f_one_b"),
+    replace(CASE, mesh=(1, 2, 2, 2), zero_stage=2),
+    replace(CASE, mesh=(2, 1, 2, 2), zero_stage=0),
+    replace(CASE, mesh=(2, 2, 2, 1), zero_stage=3, schedule="zero_bubble"),
+]
 
 
 @pytest.mark.parametrize(
-    "cases", [TWO, pytest.param(FOUR, marks=pytest.mark.slow)], ids=["two ranks", "four ranks"]
+    "cases",
+    [
+        ONE,
+        TWO,
+        pytest.param(FOUR, marks=pytest.mark.slow),
+        pytest.param(EIGHT, marks=pytest.mark.slow),
+    ],
+    ids=["one rank", "two ranks", "four ranks", "eight ranks"],
 )
 def test_average_equals_that_of_one_process(cases, tmp_path):
     assert max(worst_of(cases, tmp_path)) < BOUND

@@ -64,7 +64,7 @@ NEEDS: dict[str, Need] = {
     "long": lambda config, small: True,  # planted in the case of long sequences and large ids
     "bf16": lambda config, small: small.precision == "bf16",
     "fp16": lambda config, small: small.precision == "fp16",
-    "Muon": lambda config, small: small.optimizer.file == "muon",
+    "Muon": lambda config, small: small.optimizer.type == "muon",
     "windows": lambda config, small: getattr(small.model, "layer_types", None) is not None,
     "weights by hooks": lambda config, small: (
         small.zero_optimization.stage == 3 and small.pipeline.weights == "per_microbatch"

@@ -119,7 +119,7 @@ def train_plainly(config, file):
     weights = {n: w.double().requires_grad_() for n, w in first_weights(config).items()}
     biases = {n for n in weights if n.endswith("score_bias")}
     params = config.optimizer.params
-    of = config.optimizer.file
+    of = config.optimizer.type
     groups = [
         {"params": [w], "weight_decay": params.weight_decay * specs[n].weight_decay}
         | ({"views": _matrices} if of == "muon" and specs[n].role == MATRIX else {})

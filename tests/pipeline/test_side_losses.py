@@ -64,7 +64,7 @@ def reference(family, tmp_path_factory):
     model, _ = load_model(config, first_weights(config))
     masters = dict(model.named_parameters())
     groups = definitions.optimizer_groups(model, config, masters)
-    optimizer = optimizers.load(config.optimizer.file).reference(groups, config.optimizer.params)
+    optimizer = optimizers.load(config.optimizer.type).reference(groups, config.optimizer.params)
     losses = []
     norms = []
     means = []

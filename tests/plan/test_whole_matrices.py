@@ -52,7 +52,7 @@ def test_search_plans_the_optimizer_of_the_config():
     fixed = {"pp": 1, "tp": 1, "recompute": "none", "zero_stage": 1}
     best = search(request_of(config, A100, 8, fixed), 1).plans[0].setting
     own = setting()
-    assert best.workload.optimizer.file == "muon"
+    assert best.workload.optimizer.type == "muon"
     assert best.workload.newton_schulz == own.workload.newton_schulz
 
 

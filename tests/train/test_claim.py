@@ -10,7 +10,7 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import Lock
 from parallel3d.config import RunConfig
-from parallel3d.config.run import digest_of
+from parallel3d.config.digest import digest_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.train import claim as claims
 from parallel3d.train.claim import Attempts

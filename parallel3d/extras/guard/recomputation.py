@@ -75,8 +75,8 @@ class Recomputation:
         self._held = {id(h.parameter): h for h in parts.engine.held}
         settings = parts.engine.settings
         self._settings = settings
-        self._file = optimizers.load(settings.optimizer.file)
-        self._kinds = optimizers.kinds(settings.optimizer.file)[1:]
+        self._file = optimizers.load(settings.optimizer.type)
+        self._kinds = optimizers.kinds(settings.optimizer.type)[1:]
         on_device = settings.zero.offload_optimizer.device == "none"
         self._checks_update = on_device and not self._file.WHOLE_MATRICES
         self._segments: dict[str, list[tuple[int, int]]] = {}

@@ -304,7 +304,7 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
 def checkpoint_bytes(setting: Setting) -> int:
     """Return the approximate bytes of a checkpoint: fp32 weights, optimizer state, file headers."""
     work = setting.workload
-    file = work.optimizer.file
+    file = work.optimizer.type
     mesh = setting.mesh
     total = 0
     for layer in work.layers:

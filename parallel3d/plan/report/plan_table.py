@@ -223,7 +223,7 @@ def _on_matrices(setting: Setting, hardware: Hardware) -> str:
     """Return a line about the exchange and the work of an optimizer of whole matrices."""
     machine = machine_of(hardware, setting.workload.software, curves_for(hardware))
     work = slowest_matrix_work(setting, machine)
-    optimizer = setting.workload.optimizer.file
+    optimizer = setting.workload.optimizer.type
     return (
         f"\n{optimizer}: a stage's ranks exchange {work.sent_bytes / 1e9:.3g} GB in "
         f"{three(work.exchange_seconds)} s a step; Newton-Schulz takes "

@@ -249,7 +249,7 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
         return False
     host = request.hardware.host
     config = request.config
-    usable = ("none", *optimizers.load(config.optimizer.file).OFFLOADS)
+    usable = ("none", *optimizers.load(config.optimizer.type).OFFLOADS)
     if host is None or optimizer not in usable:
         return False
     # The planner does not choose a path on disk: NVMe offload needs the config's nvme_path.

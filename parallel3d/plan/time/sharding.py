@@ -370,7 +370,7 @@ def _coord(
             # Besides the state, the gradient is read twice (for its norm) and the weight written.
             touched = own * (work.step_bytes + 2 * software.gradient_bytes + size)
             update = _touch(touched, sharding, machine, curves.optimizer)
-            flops = own * optimizers.load(work.optimizer.file).STEP_FLOPS
+            flops = own * optimizers.load(work.optimizer.type).STEP_FLOPS
             update = max(update, flops / matmul_flops(hardware, work.precision, curves))
         optimizer += update
     else:

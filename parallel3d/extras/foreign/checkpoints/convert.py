@@ -24,7 +24,6 @@ from parallel3d.checkpoint.chunks import Box, Chunk, ChunkFile, empty, header, m
 from parallel3d.checkpoint.manifest import FORMAT, TOKENIZER, TOKENIZER_FILES, state_bytes
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import CompleteConfig, RunConfig
-from parallel3d.config.deepspeed import file_of
 from parallel3d.config.learning_rate import rate
 from parallel3d.config.pretrained import derive_model_block, read_config
 from parallel3d.data.batches import check_length, tokens_of_epoch
@@ -36,6 +35,7 @@ from parallel3d.extras.foreign.checkpoints.names import Names
 from parallel3d.extras.foreign.checkpoints.parameters import Parameters
 from parallel3d.extras.foreign.checkpoints.source import Source
 from parallel3d.extras.foreign.checkpoints.tensors import KINDS
+from parallel3d.model import optimizers
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.models.pretrained import free_settings
 
@@ -162,7 +162,7 @@ def _check_new(to: Path) -> None:
 
 
 def _check_optimizer(config: RunConfig) -> None:
-    if file_of(config.optimizer.type) != "adamw":
+    if config.optimizer.type not in optimizers.ADAMW:
         raise ConfigError(
             f'optimizer.type = "{config.optimizer.type}": a checkpoint of another program has '
             'AdamW\'s moments; use "AdamW"'

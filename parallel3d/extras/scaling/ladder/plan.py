@@ -17,8 +17,8 @@ from parallel3d.base.reader import flat
 from parallel3d.base.step_lines import METRICS, newest
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig, hardware
+from parallel3d.config.digest import PLACEMENT_SETTINGS, digest_of
 from parallel3d.config.hardware import THIS_MACHINE
-from parallel3d.config.run import PLACEMENT_SETTINGS, digest_of
 from parallel3d.extras.scaling.frontier import lowest
 from parallel3d.extras.scaling.ladder.expand import CONFIGS, LadderRun, RateAndBatch, runs_of
 from parallel3d.extras.scaling.ladder.ladder_file import load
