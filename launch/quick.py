@@ -55,7 +55,9 @@ def main() -> int:
 def is_meant_by(words: list[str]) -> bool:
     """Return True if arguments of `train` choose a run, as they could before; print the command."""
     flags = {word.partition("=")[0] for word in words}
-    if flags.isdisjoint([*WISHES, "--data"]):
+    texts = " ".join(words)
+    has_block = "--data {" in texts or "--data={" in texts  # the setting parallel3d.data as a whole
+    if flags.isdisjoint(WISHES if has_block else [*WISHES, "--data"]):
         return False
     command = shlex.join(["parallel3d", "quick", *words])
     say(f"choosing a run is a command of its own, which runs now: {command}")

@@ -47,7 +47,9 @@ def remedy_of(error: OSError, otherwise: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    # Python's advice to programmers, about numbers of thousands of digits.
+    return line.partition("; use sys.set_int_max_str_digits")[0]
 
 
 def pack_error(error: Exception) -> str:

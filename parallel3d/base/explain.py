@@ -169,6 +169,8 @@ def _problems_of(detail: ErrorDetails, raw: object, root: type[Section]) -> Iter
             remedy = f"write {_pasted(path, field)}"
         elif detail["type"] == "model_type" and field and (block := _section_of(field.annotation)):
             needed = [f'"{n}": ...' for n, f in block.model_fields.items() if f.is_required()]
+            if "enabled" in block.model_fields:
+                needed = ['"enabled": true']
             remedy = f"write {{{', '.join(needed) or '...'}}}"
         elif value is None and field and not field.is_required():
             default, _ = _written(field)
@@ -199,6 +201,8 @@ def _unknown(
     elif key.lower().replace("-", "_") in root.foreign:
         ours = root.foreign[key.lower().replace("-", "_")]
         yield Problem(path, value, "is another program's name", f"set {ours}")
+    elif section and (longer := [x for x in known if x.endswith(f"_{key.lower()}")]):
+        yield Problem(path, value, "is not a setting", f'did you mean "{longer[0]}"?')
     elif near := get_close_matches(key.lower(), [*known, *refused], 1, _TYPO):
         yield Problem(path, value, "is not a setting", f'the nearest one is "{near[0]}"')
     elif near := get_close_matches(key.lower(), places, 1, _TYPO):

@@ -33,7 +33,7 @@ def find(name: str) -> Path:
 
     Raises ConfigError if neither exists.
     """
-    path = Path(name)
+    path = Path(os.path.expanduser(name))  # a shell leaves the ~ of --config=~/ds.json
     shipped = [CONFIGS / name, CONFIGS / f"{name}.json"] if path.name == name else []
     if path.parts[:1] == ("configs",):
         shipped = [CONFIGS.joinpath(*path.parts[1:])]
@@ -41,7 +41,11 @@ def find(name: str) -> Path:
         if os.path.isfile(candidate):  # False for invalid names; Path.is_file would raise
             return candidate
     names = ", ".join(sorted(p.name for p in CONFIGS.glob("*.json")))
-    what = ": it is a folder" if os.path.isdir(path) else ""
+    what = ""
+    if os.path.isdir(path):
+        what = ": it is a folder"
+    elif os.path.exists(path):
+        what = ": it is no regular file, and each rank reads it"
     raise ConfigError(
         f"no config file {name!r}{what}; use a path, or one of those in configs/: {names}"
     )
@@ -93,9 +97,9 @@ def set_values(raw: JsonObject, values: Iterable[tuple[str, str]]) -> None:
                 )
             block = inner
         if isinstance(block, list):
-            block[_index(path, ".".join(sections), block, key)] = value(text)
+            block[_index(path, ".".join(sections), block, key)] = _given(path, text)
         else:
-            block[key] = value(text)
+            block[key] = _given(path, text)
 
 
 def _index(path: str, place: str, entries: list[object], text: str) -> int:
@@ -151,6 +155,14 @@ def setting_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield path, text
 
 
+def _given(path: str, text: str) -> object:
+    """Return the value of a setting on the command line; raise ConfigError for a broken block."""
+    bare = text.strip()
+    if bare.startswith("{") or (bare.startswith("[") and bare.endswith("]")):
+        return _load(text, f"--{path}", shows_line=False)  # it may hold a key
+    return value(text)
+
+
 def value(text: str) -> object:
     """Return a command-line value: parsed as JSON if it is JSON, else the text itself."""
     try:
@@ -159,7 +171,7 @@ def value(text: str) -> object:
         return text
 
 
-def _load(text: str, source: str) -> object:
+def _load(text: str, source: str, shows_line: bool = True) -> object:
     clean = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
 
     _refuse_depth(clean, source)
@@ -181,15 +193,19 @@ def _load(text: str, source: str) -> object:
     except json.JSONDecodeError as error:
         line = text.split("\n")[error.lineno - 1].strip()  # json counts lines from 1
         line = line if len(line) <= 80 else f"{line[:76]} ..."
-        shown = repr(line) if error.pos < len(clean.rstrip()) else "the text ends there"
+        shown = f": {line!r}" if shows_line else ""
+        if error.pos >= len(clean.rstrip()):
+            shown = ": the text ends there"
         raise ConfigError(
-            f"{source}, line {error.lineno}, column {error.colno}: {error.msg}: {shown}; "
+            f"{source}, line {error.lineno}, column {error.colno}: {error.msg}{shown}; "
             "write JSON (comments // and /* */ and trailing commas are allowed)"
         ) from None
     except ConfigError:
         raise
     except (RecursionError, ValueError) as error:  # such as a number of thousands of digits
-        raise ConfigError(f"{source}: cannot be read ({first_line(error)})") from None
+        raise ConfigError(
+            f"{source}: cannot be read ({first_line(error)}); write a shorter number"
+        ) from None
 
 
 def _refuse_depth(text: str, source: str) -> None:

@@ -16,6 +16,8 @@ from parallel3d.model.parametrization import parametrization_of
 from parallel3d.model.recompute import SUBLAYERS
 from parallel3d.models.common import pretrained_of
 
+_MOST_TRIED = 20_000  # lengths of samples, for one that a mesh divides
+
 
 def _check_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     heads = model.num_attention_heads
@@ -76,18 +78,38 @@ def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator
         )
 
 
-def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
+def _other_lengths(mesh: MeshConfig, data: DataConfig, model: ModelConfig) -> str:
+    """Return the nearest lengths of samples that cp and tp divide, as far as the model has them."""
+    length = data.sequence_length
+    parts = mesh.tp if mesh.sequence_parallel else 1
+
+    def fits(tokens: int) -> bool:
+        is_dealt = (
+            mesh.cp == 1 or tokens % (mesh.cp * arithmetic.block_tokens(tokens, mesh.cp)) == 0
+        )
+        return is_dealt and tokens // mesh.cp % parts == 0
+
+    shorter = range(length - 1, max(0, length - _MOST_TRIED), -1)
+    longer = range(length + 1, min(model.max_position_embeddings, length + _MOST_TRIED) + 1)
+    nearest = [next(filter(fits, lengths), None) for lengths in (shorter, longer)]
+    words = " or ".join(str(tokens) for tokens in nearest if tokens is not None)
+    return f"{words}, or " if words else ""
+
+
+def _check_sequence_parallel(
+    mesh: MeshConfig, data: DataConfig, model: ModelConfig
+) -> Iterator[Problem]:
     length = data.sequence_length
     if mesh.sequence_parallel and length % mesh.tp:
         yield Problem(
             "parallel3d.data.sequence_length",
             length,
             f"is not a multiple of tp={mesh.tp}, over which sequence_parallel splits it",
-            f"use {length // mesh.tp * mesh.tp + mesh.tp}, or sequence_parallel = false",
+            f"use {_other_lengths(mesh, data, model)}sequence_parallel = false",
         )
 
 
-def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
+def _check_context(mesh: MeshConfig, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that each cp rank gets as many blocks of tokens, and each of its tp ranks a part."""
     length = data.sequence_length
     parts = mesh.tp if mesh.sequence_parallel else 1
@@ -100,7 +122,7 @@ def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
             "parallel3d.data.sequence_length",
             length,
             f"cannot be dealt to cp={mesh.cp} ranks in blocks of {block} tokens",
-            f"use {length // share * share + share}, or another mesh.cp",
+            f"use {_other_lengths(mesh, data, model)}another mesh.cp",
         )
     if mesh.cp > 1 and is_dealt and own % parts and length % parts == 0:
         yield Problem(

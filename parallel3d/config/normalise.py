@@ -60,6 +60,8 @@ def normalise(raw: JsonObject) -> tuple[JsonObject, list[str]]:
     if "bfloat16" in raw and "bf16" not in raw:
         raw["bf16"] = raw.pop("bfloat16")
     for section, block in blocks_at(raw, UNUSED).items():
+        if section in SWITCHED and block:
+            block.setdefault("enabled", ABSENT)  # must be there beside any key
         for name in UNUSED[section].keys() & block.keys():
             if not any(UNUSED[section][name].problems(name, block[name])):
                 del block[name]

@@ -370,7 +370,7 @@ class TrainConfig(Section):
     digest_every: NaturalCount = 0
     """Steps between digests of the training state, in digests.jsonl; 0 writes none. `parallel3d
     runs diff` compares those of two runs, which may have different meshes."""
-    timeout_seconds: NaturalCount = 300
+    timeout_seconds: NaturalCount = Field(default=300, le=10**9)
     """Seconds that a rank waits for another, after the first step, before the run fails and names
     that rank. 0 disables the timeout (useful with a debugger). Dead or stopped ranks still end the
     run."""

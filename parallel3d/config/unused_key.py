@@ -54,7 +54,7 @@ class Key:
         lowered = [name.lower() for name in unknown]
         is_misspelt = get_close_matches(self.switch, lowered, 1)
         if switched is ABSENT and not is_misspelt:
-            off = f"false: {path} {rule}; {remedy}"
+            off = f"false, or {remedy} ({path} {rule})"
             yield from missing_switch(f"{path}.{self.switch}", block, off)
         elif switched not in (ABSENT, False) or type(switched) is int:
             yield Problem(f"{path}.{self.switch}", switched, rule, remedy)

@@ -13,6 +13,7 @@ from parallel3d.config import RunConfig
 from parallel3d.config.arithmetic import samples_of_epochs
 from parallel3d.config.deepspeed_keys import ANY, BY_SECTION
 from parallel3d.config.deepspeed_keys import REMOVED as GONE
+from parallel3d.config.monitors import SWITCHED
 from parallel3d.config.normalise import apply_overrides
 from tests.config.configs import REMOVED, error_of, raw
 from tests.config.styles import FILES
@@ -60,7 +61,10 @@ def test_key_is_dropped_if_neutral_and_refused_otherwise(path, key):
         neutral += [{}, {key.switch: False}]
     *sections, name = path.split(".")
     for value in neutral:
-        config = RunConfig.from_dict(raw(**placed(path, value)))
+        changes = placed(path, value)
+        if sections and sections[0] in SWITCHED:
+            changes[f"{sections[0]}.enabled"] = False  # required beside any key
+        config = RunConfig.from_dict(raw(**changes))
         assert name not in reduce(getitem, sections, config.to_dict())
     if key.values == (ANY,):
         return
@@ -83,8 +87,11 @@ SLIPS = [
     ("csv_monitor", {"output_path": "x"}, "enabled: is missing beside output_path; write true or"),
     ("bf16", {"check_grad_overflow": False}, "check_grad_overflow = false: must be true"),
     ("fp16", {"loss_scale": 0}, "enabled: is missing beside loss_scale; write true or false"),
-    ("amp", {"opt_level": "O1"}, "enabled: is missing beside opt_level; write false: amp was rem"),
+    ("amp", {"opt_level": "O1"}, "enabled: is missing beside opt_level; write false, or use bf16"),
     ("data_efficiency", {"seed": 1}, "enabled: is missing beside seed; write false"),
+    # The other keys alone have no effect.
+    ("comms_logger", {"verbose": True}, "enabled: must be true or false"),
+    ("flops_profiler", {"detailed": False}, "enabled: must be true or false"),
     ("compile", {"disable": False, "backend": "inductor"}, "deepcompile: is missing .*train.comp"),
     ("zero_optimization.offload_optimizer", {"pin_memory": True}, "device: is missing .*cpu"),
     ("zero_optimization.offload_param", {"buffer_count": 6}, "device: is missing .*nvme"),

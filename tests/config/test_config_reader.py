@@ -1,6 +1,7 @@
 """What is read of a file and of a command line; wrong words there are in test_config_bad.py."""
 
 import json
+import os
 import re
 from copy import deepcopy
 from pathlib import Path
@@ -68,6 +69,23 @@ def test_overrides_are_json_or_text():
     assert raw == {"a": {"b": 2, "c": "x=y"}, "d": "3", "e": True, "f": -1}
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"enabled": true, "min_loss_scale": Infinity}', "Infinity is not JSON; write a finite"),
+        ('{"enabled": true, "api_key": "secret",, }', "column 39: .*; write JSON"),
+        ('{"enabled": true', "the text ends there; write JSON"),
+        ("{'enabled': true}", "column 2: .*; write JSON"),
+        ('{"a": 1, "a": 2}', "the key 'a' appears 2 times"),
+        ("[1, 2,, 3]", "column 7: .*; write JSON"),
+    ],
+)
+def test_broken_block_on_the_command_line_is_refused(text, words):
+    with pytest.raises(ConfigError, match=f"^--fp16.*{words}") as caught:
+        apply_overrides({}, ["--fp16", text])
+    assert "secret" not in str(caught.value)
+
+
 def test_find_looks_in_the_working_and_config_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find("ds.json").parent.name == "configs"
@@ -80,6 +98,16 @@ def test_find_looks_in_the_working_and_config_folders(tmp_path, monkeypatch):
         find("nowhere.json")
     with pytest.raises(ConfigError, match="no config file"):
         find("nowhere/ds.json")
+
+
+def test_pipe_is_refused_and_a_home_is_expanded(tmp_path, monkeypatch):
+    """A shell passes `<(...)` as a pipe, which one rank alone could read."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="'~/pipe': it is no regular file"):
+        find("~/pipe")
+    (tmp_path / "ds.json").write_text("{}")
+    assert find("~/ds.json") == tmp_path / "ds.json"
 
 
 def test_byte_order_mark_is_skipped(tmp_path):

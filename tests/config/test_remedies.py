@@ -10,7 +10,7 @@ import pytest
 from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig, settings
 from parallel3d.config.foreign_names import OURS
-from tests.config.configs import REMOVED, raw
+from tests.config.configs import LLAMA, REMOVED, raw
 from tests.config.test_config_bad import BAD, BAD_TOGETHER
 
 pytestmark = pytest.mark.pure
@@ -163,6 +163,24 @@ def test_remedy_removes_the_error(changes):
             assert not same, f"{edits} changes nothing: {problem}"
 
 
+# Values that would be wrong in our setting: of another unit, or the opposite.
+OTHER_UNITS = {
+    "min_lr": "over the peak",
+    "train_samples": "over the global batch",
+    "lr_warmup_samples": "over the global batch",
+    "eval_iters": "times the global batch",
+    "distributed_timeout_minutes": "60 times",
+    "num_replicas": "dp over this number",
+    "untie_embeddings_and_output_weights": "= false",
+}
+
+
+@pytest.mark.parametrize("theirs", OTHER_UNITS)
+def test_name_with_another_unit_says_how_to_convert_it(theirs):
+    (problem,) = [p for p in problems_of({theirs: 1}) if p.path == theirs]
+    assert OTHER_UNITS[theirs] in problem.remedy
+
+
 @pytest.mark.parametrize(("theirs", "ours"), OURS.items())
 def test_names_of_other_programs_lead_to_settings(theirs, ours):
     for name in re.split(r", and ", ours):
@@ -170,3 +188,32 @@ def test_names_of_other_programs_lead_to_settings(theirs, ours):
         assert path in PATHS or path in BLOCKS, path
     problems = problems_of({theirs: 1})
     assert [p for p in problems if p.path == theirs and ours in p.remedy], problems
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel3d.mesh": {"pp": 1, "cp": 3, "tp": 1}},
+        {"parallel3d.mesh": {"pp": 1, "cp": 3, "tp": 2, "sequence_parallel": True}},
+        {
+            "parallel3d.mesh": {"pp": 1, "tp": 3, "sequence_parallel": True},
+            "parallel3d.model.num_attention_heads": 6,
+            "parallel3d.model.hidden_size": 96,
+        },
+    ],
+)
+@pytest.mark.parametrize("positions", [128, 1024])
+def test_length_that_the_mesh_divides_is_one_that_the_model_has(changes, positions):
+    changes = changes | {"parallel3d.model.max_position_embeddings": positions}
+    (problem,) = problems_of(changes)
+    lengths = re.findall(r"(\d+)(?= or|, or)", problem.remedy)
+    assert len(lengths) == (2 if positions > 128 else 1), problem
+    for length in lengths:
+        assert not problems_of(changes | {"parallel3d.data.sequence_length": int(length)})
+
+
+def test_key_is_looked_for_in_its_own_block_first():
+    """As older configs of transformers write it; "type" is also a key of other blocks."""
+    llama = LLAMA | {"max_position_embeddings": 128, "rope_scaling": {"type": "linear"}}
+    (problem,) = [p for p in problems_of({"parallel3d.model": llama}) if p.path.endswith(".type")]
+    assert problem.remedy == 'did you mean "rope_type"?'

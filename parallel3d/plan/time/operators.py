@@ -161,9 +161,10 @@ def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> fl
             return measured.value
         if stated := hardware.peak_flops.get(dtype):  # not `peak`: a measurement comes first
             return stated.value * curves.datasheet
-    known = ", ".join(sorted({*hardware.peak_flops, *hardware.matmul_flops}))
+    known = {*hardware.peak_flops, *hardware.matmul_flops} - {"fp8"}  # in which nothing is trained
+    other = f"use one of {', '.join(sorted(known))}, or " if known else ""
     raise ConfigError(
-        f"hardware {hardware.name}: no FLOP/s is known for {precision}; use one of {known}, or add "
+        f"hardware {hardware.name}: no FLOP/s is known for {precision}; {other}add "
         f'peak_flops["{precision}"] to the file of this hardware'
     )
 

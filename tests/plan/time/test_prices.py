@@ -133,6 +133,8 @@ def test_missing_figures_of_hardware_are_named() -> None:
         step_time(changed(setting, dp=8, offload_optimizer="cpu"), bare)
     with pytest.raises(ConfigError, match="no FLOP/s is known for fp8; use one of bf16, or add"):
         step_time(changed(setting, dp=8, precision="fp8"), bare)
+    with pytest.raises(ConfigError, match="no FLOP/s is known for fp32; use one of bf16, or add"):
+        step_time(changed(setting, dp=8, precision="fp32"), hardware.load("h100-sxm5-80gb"))
     with pytest.raises(ConfigError, match="schedule 'gpipe': stages_per_rank=2"):
         step_time(changed(setting, dp=8, stages_per_rank=2), A100)
 
