@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
-from parallel3d.base.errors import ConfigError
+from parallel3d.base.errors import ConfigError, ScheduleError
 from parallel3d.schedule import draw
 from parallel3d.schedule.schedule import (
     Schedule,
@@ -91,10 +91,9 @@ def measured(file: Path) -> tuple[Schedule, Spans, list[tuple[str, Spans]]]:
     Raises ConfigError if the file cannot be read.
     """
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        schedule, spans = draw.spans_from_json(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ScheduleError) as error:
         raise ConfigError(f"--measured {file}: {error}; use a run's profile/spans.json") from None
-    schedule, spans = draw.spans_from_json(data)
     panels = []
     both = {"simulated": simulate(schedule, draw.mean_costs(spans)), "measured": spans}
     for kind, drawn in both.items():

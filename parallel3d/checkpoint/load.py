@@ -24,6 +24,7 @@ from parallel3d.checkpoint.chunk_runs import global_boxes
 from parallel3d.checkpoint.chunks import Box, Chunk, ChunkFile, tile
 from parallel3d.checkpoint.manifest import has_ema, shapes_of
 from parallel3d.checkpoint.places import FoundCheckpoint
+from parallel3d.checkpoint.state import ANEW
 from parallel3d.engine import Engine, HeldParameter, writing
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
@@ -269,7 +270,7 @@ def _check_parameters(checkpoint: FoundCheckpoint, expected: Shapes) -> None:
             new = f"shape {list(expected[name])}" if name in expected else "no such parameter"
             raise CheckpointError(
                 f"{checkpoint.folder} is of another model: {name} has {old} there and {new} in "
-                "parallel3d.model; set the model back, or start a new run with another run.name"
+                f"parallel3d.model; set the model back, or {ANEW}"
             )
 
 

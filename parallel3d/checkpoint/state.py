@@ -35,6 +35,9 @@ _MUST_NOT_CHANGE: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ),
 )
 
+# Another name alone is no new run where checkpoint.resume names a checkpoint.
+ANEW = 'start a new run with another run.name and checkpoint.resume "none"'
+
 
 @dataclass(frozen=True)
 class Position:
@@ -106,7 +109,7 @@ class RunState:
             if old != new:
                 raise CheckpointError(
                     f"{path}: {setting} was {json.dumps(old)} and is now {json.dumps(new)}, {why}; "
-                    "set it back, or start a new run with another run.name"
+                    f"set it back, or {ANEW}"
                 )
         # Checked before the tokenizer, which differs if it was trained on another part. The name of
         # a corpus depends on what is held out, so under the same name both rules agree.
@@ -115,8 +118,7 @@ class RunState:
             raise CheckpointError(
                 f"{path} was written by a version that held out other documents (split "
                 f"{state.get('split', 1)}, now {SPLIT_FORMAT}): text that it was trained on would "
-                f"be held out now; use version {state['versions']['parallel3d']}, or start a new "
-                "run with another run.name"
+                f"be held out now; use version {state['versions']['parallel3d']}, or {ANEW}"
             )
         is_other = state["tokenizer"] != self._fixed["tokenizer"]
         trains = all(value_at(c, "parallel3d.data.tokenizer") == "train" for c in (was, now))
@@ -124,13 +126,12 @@ class RunState:
             raise CheckpointError(
                 f"{path} was trained with another tokenizer: it is trained on the corpus, and the "
                 "corpus or data.vocab_size has changed since; add --data.tokenizer "
-                f"{path.absolute() / TOKENIZER} to go on with the run's own, or start a new run "
-                "with another run.name"
+                f"{path.absolute() / TOKENIZER} to go on with the run's own, or {ANEW}"
             )
         if is_other:
             raise CheckpointError(
                 f"{path} was trained with another tokenizer, whose tokens have other meanings; set "
-                "data.tokenizer back, or start a new run with another run.name"
+                f"data.tokenizer back, or {ANEW}"
             )
         if not same_corpus:
             say(

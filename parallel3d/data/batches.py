@@ -6,7 +6,7 @@ may span several documents, with end-of-text between them. A packed stream (`pac
 of whole documents instead. In a mixture, each sample is one of its streams.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -265,27 +265,36 @@ def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> Non
     Every stream of a mixture needs one training sample, and one held-out sample if anything is held
     out. Every validation set needs one sample.
     """
-    train = corpus.train.parts
-    held_out = corpus.held_out.parts
     count = num_samples(corpus.train, sequence_length)
     if count < global_batch:
         raise DataError(
             f"the training part has {len(corpus.train)} tokens = {count} samples of"
             f" data.sequence_length={sequence_length}, fewer than the {global_batch} samples of one"
-            " step; add text, or lower sequence_length, micro batch, accumulation or dp"
+            " step; add text, or lower sequence_length, or the samples of a step (train_batch_size,"
+            " or micro batch, accumulation and dp)"
         )
-    needed: dict[str, TokenStream | Mixture] = {}
-    for kind, parts in (("training", train), ("held-out", held_out)):
-        for number, part in enumerate(parts):
-            of_part = f" of data.mixture.{number}" if len(parts) > 1 else ""
-            if kind == "training" or len(part):
-                needed[f"the {kind} part{of_part}"] = part
-    for name, corpus_of_set in corpus.validation.items():
-        needed[f"the validation set {name!r}"] = corpus_of_set.held_out
-    for place, stream in needed.items():
+    for place, stream, remedy in _parts_of(corpus):
         if num_samples(stream, sequence_length) < 1:
             raise DataError(
                 f"{place} has {len(stream)} tokens, fewer than one sample of"
                 f" data.sequence_length={sequence_length} (+ 1); add text, lower sequence_length,"
-                " or leave it out (data.held_out_fraction 0, data.validation_split null)"
+                f" or {remedy}"
             )
+
+
+def _parts_of(corpus: Corpus) -> Iterator[tuple[str, TokenStream | Mixture, str]]:
+    """Yield the name of each part that needs a sample, its tokens, and how to leave it out."""
+    train = corpus.train.parts
+    for number, part in enumerate(train):
+        of_part = f" of data.mixture.{number}" if len(train) > 1 else ""
+        yield f"the training part{of_part}", part, f"remove data.mixture.{number}"
+    held_out = corpus.held_out.parts
+    for number, part in enumerate(held_out):
+        of_part = f" of data.mixture.{number}" if len(held_out) > 1 else ""
+        if len(part):
+            yield f"the held-out part{of_part}", part, "set data.held_out_fraction to 0"
+    for name, own in corpus.validation.items():
+        remedy = f"remove data.validation.{name}"
+        if name.endswith("validation"):  # a data set's own, unless the config names it so
+            remedy = "set data.validation_split to null, or remove it from data.validation"
+        yield f"the validation set {name!r}", own.held_out, remedy

@@ -115,8 +115,8 @@ class EvaluationSamples:
         counted = counts > 0
         if not counted.any():
             raise DataError(
-                "all held-out tokens have weight 0 in the loss; hold out more, or set"
-                " data.held_out_fraction to 0"
+                "all tokens that were read have weight 0 in the loss; raise train.evaluate_samples,"
+                " or leave it out (held-out text: data.held_out_fraction 0)"
             )
         mean, error = losses_per_document(sums[counted], counts[counted])
         num_bytes = self.num_bytes if weights is None else None

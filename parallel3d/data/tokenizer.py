@@ -64,7 +64,7 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     except Exception as error:
         raise DataError(
             f"data.tokenizer = {str(name)!r}: AutoTokenizer cannot load it ({first_line(error)});"
-            " use a directory that contains tokenizer.json, or 'train'"
+            " use a directory that contains tokenizer.json, or for text 'train'"
         ) from error
     if tokenizer.eos_token_id is None:
         raise DataError(
@@ -102,7 +102,7 @@ def check_name(name: str) -> None:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise DataError(
             f"data.tokenizer = {name!r} is not a directory; use a directory that contains"
-            " tokenizer.json, a name on the Hugging Face hub, or 'train'"
+            " tokenizer.json, a name on the Hugging Face hub, or for text 'train'"
         )
     from huggingface_hub import constants
 

@@ -20,6 +20,7 @@ _HYDRA = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # MPICH
 _OF_A_RANK = re.compile(r"(?!NODE_RANK)\w*RANK(ID)?|(LOCAL_)?WORLD_SIZE|MASTER_ADDR")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_JOB_ID")
 _PORT = 29500  # torch's default
+_LAST_PORT = 65535
 _PORTS = 1000  # how many ports from it on are for the jobs of mpirun
 _NAMESPACE_OF_THE_HOST = 0xEFFFFFFC  # Linux: the inode of the first namespace of process ids
 
@@ -75,6 +76,7 @@ class Launch:
     @classmethod
     def _of_launcher(cls) -> "Launch":
         """Read the variables of torchrun or deepspeed."""
+        _check_port()
         world_size = _number("WORLD_SIZE", least=1)
         # torchrun's name, else deepspeed's; without either, all ranks may be on this node.
         name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "LOCAL_SIZE"
@@ -100,6 +102,7 @@ class Launch:
     @classmethod
     def _of_mpirun(cls, names: list[str]) -> "Launch":
         """Read the variables of mpirun, which `names` lists as `_OPEN_MPI` does."""
+        _check_port()
         world_size = _number(names[1], least=1)
         rank = _number(names[0], most=world_size - 1)
         # PMI does not tell which ranks share a node; without a word they all do.
@@ -124,6 +127,7 @@ class Launch:
     @classmethod
     def _of_srun(cls) -> "Launch":
         """Read the variables of srun."""
+        _check_port()
         world_size = _tasks_of_srun()
         local_rank = _number("SLURM_LOCALID", most=world_size - 1)
         if "MASTER_ADDR" not in os.environ:
@@ -249,6 +253,12 @@ def jobs_of_this_process() -> tuple[Job, ...]:
         for kind, name, count in names
         if os.environ.get(name, "none") != "none"  # torchrun's default, "none", identifies no job
     )
+
+
+def _check_port() -> None:
+    """Raise ConfigError if MASTER_PORT is set to what is no port."""
+    if "MASTER_PORT" in os.environ:
+        _number("MASTER_PORT", most=_LAST_PORT)
 
 
 def _number(name: str, *, default: int | None = None, least: int = 0, most: int = 2**31) -> int:

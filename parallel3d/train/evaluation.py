@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from parallel3d.base.errors import DataError
 from parallel3d.config import CompleteConfig
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.evaluation_samples import (
@@ -96,7 +97,11 @@ class Evaluation:
         total = np.array(self._mesh.messages.sum_floats(sums)[:-1]) / tp
         if not samples.batches.weighs:
             return samples.loss(total)
-        return samples.loss(total, np.array(self._mesh.messages.sum_floats(weights)[:-1]) / tp)
+        own_weights = np.array(self._mesh.messages.sum_floats(weights)[:-1]) / tp
+        try:
+            return samples.loss(total, own_weights)
+        except DataError as error:
+            raise DataError(f"evaluation of {name}: {error}") from None
 
 
 def evaluation_corpora(corpus: Corpus) -> dict[str, Corpus]:

@@ -103,6 +103,9 @@ def test_task_of_srun_is_a_rank_while_it_lives(launch_of):
         ({"PALS_RANKID": 1}, "found PALS_RANKID=1"),
         ({"OMPI_COMM_WORLD_RANK": 1}, "OMPI_COMM_WORLD_SIZE is not set"),
         ({"PMI_RANK": 1}, "PMI_SIZE is not set"),
+        (OPEN_MPI | {"MASTER_PORT": "http"}, 'MASTER_PORT = "http"; .* from 0 to 65535'),
+        (STEP | {"MASTER_PORT": 99999}, 'MASTER_PORT = "99999"; .* from 0 to 65535'),
+        ({"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": -1}, 'MASTER_PORT = "-1"; .* to 65535'),
     ],
 )
 def test_half_a_launcher_or_an_unknown_one_is_refused_with_its_variables(

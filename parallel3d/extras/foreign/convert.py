@@ -169,7 +169,7 @@ def _read(paths: Sequence[str]) -> tuple[ModuleType, JsonObject]:
         if suffix in (".yml", ".yaml"):
             blocks |= _block(path, text)
         elif suffix == ".json" or text.lstrip().startswith("{"):
-            blocks |= reader.parse(text, path)
+            blocks = _joined(blocks, reader.parse(text, path), path)
         elif suffix == ".py":
             blocks |= trainer.call_arguments(text, path)
         else:
@@ -185,6 +185,24 @@ def _read(paths: Sequence[str]) -> tuple[ModuleType, JsonObject]:
         return trainer, _flat(trainer.with_deepspeed(blocks, paths), trainer.TABLE)
     _refuse_ours(paths[0], blocks)
     return neox, _flat(blocks, neox.TABLE)
+
+
+def _joined(blocks: JsonObject, more: JsonObject, path: str) -> JsonObject:
+    """Return the settings of two files, such as a DeepSpeed file's and a Trainer's arguments.
+
+    Raises ConfigError if one has two values; "auto" takes the other's.
+    """
+    joined = {**blocks}
+    for name, value in more.items():
+        other = joined.get(name, "auto")
+        if "auto" not in (value, other) and value != other:
+            raise ConfigError(
+                f"{path}: {name} = {value!r}, where the file before has {other!r}; make them "
+                'equal, or write "auto" in the DeepSpeed file'
+            )
+        if name not in joined or value != "auto":
+            joined[name] = value
+    return joined
 
 
 def _refuse_ours(path: str, blocks: JsonObject) -> None:

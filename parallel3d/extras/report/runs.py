@@ -118,7 +118,8 @@ def read(folder: Path) -> Run:
         # Without a file `from_json` would look among the shipped configs.
         (folder / "config.json").stat()
         config = RunConfig.from_json(str(folder / "config.json")).completed()
-        steps = read_lines(folder / METRICS)
+        # Lines of other programs lack what a step of ours has.
+        steps = [step for step in read_lines(folder / METRICS) if "tokens" in step]
     except OSError as error:
         raise ConfigError(
             f"{error.filename}: {error.strerror}; name the folder of a run, such as runs/first"

@@ -116,5 +116,5 @@ def test_evaluation_is_weighted(tmp_path):
     weights[0] = 0
     loss = samples.loss(losses * weights, weights)
     assert loss.loss == losses[1:].mean() and loss.documents == samples.num_documents - 1
-    with pytest.raises(DataError, match="all held-out tokens have weight 0"):
+    with pytest.raises(DataError, match="all tokens that were read have weight 0"):
         samples.loss(0 * losses, 0 * weights)
