@@ -1,0 +1,54 @@
+"""Each remedy about a task is applied as it is written, and the task is loaded."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from parallel3d.extras.tasks.library import load_tasks
+from tests.remedies import refused
+
+pytestmark = pytest.mark.gloo
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def task(tmp_path):
+    """A copy of a task, and a function that writes it with changes; None takes a key away."""
+    shutil.copy(HERE / "questions.jsonl", tmp_path)
+    content = yaml.safe_load((HERE / "questions.yaml").read_text())
+    path = tmp_path / "mine.yaml"
+
+    def write(**changes):
+        changed = content | changes
+        path.write_text(yaml.safe_dump({k: v for k, v in changed.items() if v is not None}))
+        return [str(path)]
+
+    return write
+
+
+def test_fields_of_a_task_are_named_as_the_message_asks(task):
+    with refused("did you mean output_type?"):
+        load_tasks(task(output_type=None, output_typ="multiple_choice"))
+    with refused("remove it"):
+        load_tasks(task(zzzzz=1))
+    with refused("name the task"):
+        load_tasks(task(task=None))
+    assert load_tasks(task())["tasks"]
+
+
+def test_task_is_one_that_a_mesh_can_score(task):
+    with refused("use a task of loglikelihood, loglikelihood_rolling, multiple_choice"):
+        load_tasks(task(output_type="generate_until"))
+    assert load_tasks(task(output_type="multiple_choice"))["tasks"]
+
+
+def test_file_is_a_task_file(task, tmp_path):
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with refused("use a task file of lm_eval"):
+        load_tasks([str(tmp_path / "bad.yaml")])
+    with refused("name a task of lm_eval whose data this machine has, or a YAML file"):
+        load_tasks(task(dataset_kwargs={"data_files": {"test": "gone.jsonl"}}))
+    assert load_tasks(task())["tasks"]
