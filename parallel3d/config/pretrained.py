@@ -8,16 +8,21 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from parallel3d import models
 from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.explain import problems_in
 from parallel3d.base.hub_access import why_unreachable
 from parallel3d.base.reader import JsonObject
 from parallel3d.base.section import Problem, Problems, expand_path
+from parallel3d.model.config import ModelConfig
 from parallel3d.models import pretrained
 
 KEY = "from_pretrained"
@@ -76,7 +81,8 @@ def fill(raw: JsonObject, replaced: Mapping[str, object] | None = None) -> list[
     chosen = {key: value for key, value in model.items() if key != KEY}
     if problems := list(_contradictions(chosen, fixed, folder)):
         raise Problems(problems)
-    notes = [f"model: {_described(fixed, config)}, from {name}"]
+    described = _described(model_of(folder, fixed), config)
+    notes = [f"model: {described}, from {name}"]
     if replaced is not None:
         free = {*pretrained.free_settings(fixed["family"]), "parametrization"}
         chosen = {key: value for key, value in replaced.items() if key in free} | chosen
@@ -87,13 +93,12 @@ def fill(raw: JsonObject, replaced: Mapping[str, object] | None = None) -> list[
     return notes
 
 
-def _described(block: Mapping[str, Any], config: Mapping[str, object]) -> str:
-    """Return the family and the layers of a "model" block, and why the family is any decoder's."""
-    family = block["family"]
-    if family != pretrained.GENERIC:
-        return f"{family}, {block['num_hidden_layers']} layers"
-    layers = models.config_class(family).model_validate(block).num_hidden_layers
-    return f"{family} ({pretrained.why_any(config)}), {layers} layers"
+def _described(model: ModelConfig, config: Mapping[str, object]) -> str:
+    """Return the family and the layers of a model, and why the family is any decoder's."""
+    family = model.family
+    if family == pretrained.GENERIC:
+        family += f" ({pretrained.why_any(config)})"
+    return f"{family}, {model.num_hidden_layers} layers"
 
 
 def read_published(folder: Path, config: Mapping[str, object]) -> JsonObject:
@@ -140,6 +145,19 @@ def derive_model_block(
         raise Problems(problems, str(folder)) from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def model_of(folder: Path, block: JsonObject) -> ModelConfig:
+    """Return the model of a block from a folder's config.json; raises Problems that name it."""
+    section = models.config_class(block["family"])
+    try:
+        return section.model_validate(block)
+    except ValidationError as error:
+        path = folder / "config.json"
+        problems = []
+        for problem in problems_in(error, block, section):
+            problems.append(replace(problem, path=f"{path}: {problem.path}"))
+        raise Problems(problems, str(folder)) from None
 
 
 def weight_files(folder: Path) -> list[Path]:

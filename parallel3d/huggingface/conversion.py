@@ -21,7 +21,7 @@ from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError, first_line, remedy_of
 from parallel3d.checkpoint.chunks import memory_of, recycled
 from parallel3d.checkpoint.disk import remove_folder
-from parallel3d.config.pretrained import derive_model_block, read_config
+from parallel3d.config.pretrained import derive_model_block, model_of, read_config
 from parallel3d.data.sources import Progress, no_progress
 from parallel3d.huggingface.beside import GENERATION
 from parallel3d.huggingface.source import CheckpointSource, PublishedWeights
@@ -340,7 +340,7 @@ def import_folder(
         raise ConfigError(f"{folder}: is not a folder; name one that contains config.json")
     settings = read_config(folder)
     block = derive_model_block(folder, settings)
-    config = models.config_class(block["family"]).model_validate(block)
+    config = model_of(folder, block)
     weights = PublishedWeights(folder, config)
     weights.check_tied()
     layout = WeightFiles(config, weights.dtype, shard_bytes)

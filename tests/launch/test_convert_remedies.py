@@ -121,6 +121,16 @@ def test_weights_that_are_not_tied_say_so(tmp_path):
     assert_imported(folder, tmp_path)
 
 
+@pytest.mark.parametrize("size", ["big", 0, 1.5])
+def test_size_in_config_json_is_written_as_the_message_says(model, tmp_path, size):
+    right = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    change(model, num_hidden_layers=size)
+    with refused("config.json: num_hidden_layers = "):
+        import_folder(model, tmp_path / "out")
+    change(model, num_hidden_layers=right)
+    assert_imported(model, tmp_path)
+
+
 def test_model_with_other_tensors_is_replaced(model, tmp_path):
     whole = load_file(model / "model.safetensors")
     rewrite(model, whole | {"model.layers.0.extra.weight": torch.ones(3)})

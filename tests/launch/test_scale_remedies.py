@@ -122,6 +122,17 @@ def test_written_table_is_fitted(scaled, tmp_path, name):
     assert scaled(*FIT)[0] == 0
 
 
+def test_counts_are_written_as_people_write_them(scaled, tmp_path):
+    sizes = ["1M", "2M", "4M"] * 3
+    tokens = ["20M", "0.04B", "8e7"] + ["200M", "400M", "800M"] + ["2B", "4B", "8B"]
+    losses = [3.5, 3.3, 3.1, 3.0, 2.8, 2.6, 2.8, 2.5, 2.2]
+    write_csv(tmp_path / "runs.csv", params=sizes, tokens=tokens, loss=losses)
+    code, _, err = scaled(*FIT)
+    assert code == 0, err
+    data = json.loads((tmp_path / "fit.json").read_text())["data"]
+    assert data["params"][:3] == [1e6, 2e6, 4e6] and data["tokens"][1:3] == [4e7, 8e7]
+
+
 @pytest.mark.slow
 def test_table_may_be_lines_or_a_list_of_objects(scaled, tmp_path):
     rows = []

@@ -7,12 +7,14 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from parallel3d import models
 from parallel3d.base import reader
+from parallel3d.base.counts import read_number
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.reader import JsonObject
 from parallel3d.base.section import nearest
@@ -132,11 +134,14 @@ def _csv(path: Path, text: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def number(cell: Any) -> float | None:
-    """Return the number in a cell, which may be nan or inf; None if it holds none."""
+    """Return the number in a cell, which may be nan, inf or "1.5B"; None if it holds none."""
     try:
         return float(cell)
     except (TypeError, ValueError):
-        return None
+        pass
+    with suppress(ValueError):
+        return float(read_number(cell)) if isinstance(cell, str) else None
+    return None
 
 
 def _same(cell: object, value: str) -> bool:

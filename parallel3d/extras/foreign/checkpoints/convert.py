@@ -25,7 +25,7 @@ from parallel3d.checkpoint.manifest import FORMAT, TOKENIZER, TOKENIZER_FILES, s
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.config.learning_rate import rate
-from parallel3d.config.pretrained import derive_model_block, read_config
+from parallel3d.config.pretrained import derive_model_block, model_of, read_config
 from parallel3d.data.batches import check_length, tokens_of_epoch
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import pack, prepare
@@ -184,7 +184,7 @@ def _check_architecture(path: Path, config: RunConfig) -> None:
         return
     family = config.model.family
     block = derive_model_block(path, read_config(path), family)
-    theirs = models.config_class(family).model_validate(block).model_dump()
+    theirs = model_of(path, block).model_dump()
     for name, own in config.model.model_dump().items():
         is_open = name in (*free_settings(family), "from_pretrained", "parametrization")
         # Sizes that are left out follow from others, and shapes show them; so does the tokenizer's.
