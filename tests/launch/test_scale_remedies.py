@@ -124,7 +124,7 @@ def test_written_table_is_fitted(scaled, tmp_path, name):
 
 def test_counts_are_written_as_people_write_them(scaled, tmp_path):
     sizes = ["1M", "2M", "4M"] * 3
-    tokens = ["20M", "0.04B", "8e7"] + ["200M", "400M", "800M"] + ["2B", "4B", "8B"]
+    tokens = ["20M", "0.04B", "8e7", "200M", "400M", "800M", "2B", "4B", "8B"]
     losses = [3.5, 3.3, 3.1, 3.0, 2.8, 2.6, 2.8, 2.5, 2.2]
     write_csv(tmp_path / "runs.csv", params=sizes, tokens=tokens, loss=losses)
     code, _, err = scaled(*FIT)
