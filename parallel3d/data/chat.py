@@ -173,7 +173,7 @@ def find_chat(
             files.append(arrow.read(name, path, "input_ids"))
             digests.append(file_digest(directory / "chat.arrow"))
             rows.append(_column(name, "row"))
-    _refuse(skips, config.on_error)
+    _refuse(skips, config, sum(map(len, rows)))
     skips.check_share(num_lost, len(sources) - num_lost, config.max_skipped, "files")
     skips.check_share(skips.num_flawed, sum(map(len, rows)), config.max_skipped)
     if not files:
@@ -204,13 +204,10 @@ def _digest(path: str) -> str:
         raise unreadable(path, error) from error
 
 
-def _refuse(skips: Skips, on_error: str) -> None:
+def _refuse(skips: Skips, config: DataConfig, usable: int) -> None:
     """Raise DataError if conversations are unusable and none may be."""
-    if on_error == "stop" and skips.num_flawed:
-        raise skips.error(
-            f"{skips.num_flawed:,} conversations cannot be used; fix them, or set data.on_error to"
-            ' "skip"'
-        )
+    if config.on_error == "stop" and skips.num_flawed:
+        raise skips.stop("conversations", usable, config.max_skipped)
 
 
 def _render_file(
@@ -251,7 +248,7 @@ def _render_file(
         if ready:
             stream.write_batch(pa.RecordBatch.from_pylist(ready, schema))
             num_rows += len(ready)
-    _refuse(skips, config.on_error)
+    _refuse(skips, config, num_rows)
     content = {"counts": skips.counts, "listed": skips.listed, "num_rows": num_rows}
     (folder / "skips.json").write_text(json.dumps(content))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import groupby
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,24 @@ class Skips:
     def add_to(self, facts: Facts) -> Facts:
         """Add the counts by reason, and the first flaws."""
         return replace(facts, skipped=dict(sorted(self.counts.items())), skipped_first=self.listed)
+
+    def stop(self, what: str, usable: int, limit: float) -> DataError:
+        """Return the error of a preparation that stops at flaws.
+
+        - `usable`: the others that were read; all, unless LISTED flaws ended the reading.
+        - `limit`: data.max_skipped, up to which "skip" is a remedy.
+        """
+        flawed = self.num_flawed
+        what = what if flawed > 1 else what.removesuffix("s")
+        rule = f"{flawed:,} {what} cannot be used; fix them"
+        if len(self.listed) == LISTED:
+            rule = f"{LISTED} {what} or more cannot be used (reading stopped there); fix them"
+        if usable and flawed > limit * (flawed + usable):
+            share = ceil(100 * flawed / (flawed + usable)) / 100
+            rule += f', or set data.on_error to "skip" and data.max_skipped to {share:.2f} or more'
+        elif usable or len(self.listed) == LISTED:
+            rule += ', or set data.on_error to "skip"'
+        return self.error(rule)
 
     def error(self, rule: str) -> DataError:
         """Return the error with this rule and remedy, and the first flaws."""
@@ -164,10 +183,7 @@ def find_documents(
         if on_error == "stop" and len(skips.listed) == LISTED:
             break
     if skips.num_flawed and on_error == "stop":
-        number = f"{skips.num_flawed:,} documents cannot be used"
-        if len(skips.listed) == LISTED:
-            number = f"{LISTED} documents or more cannot be used (reading stopped there)"
-        raise skips.error(f'{number}; fix them, or set data.on_error to "skip"')
+        raise skips.stop("documents", sum(map(len, tables)), max_skipped)
     table = np.concatenate(tables)
     skips.check_share(num_lost, len(sizes) - num_lost, max_skipped, "files")
     skips.check_share(skips.num_flawed, len(table), max_skipped)

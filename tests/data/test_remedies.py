@@ -162,6 +162,20 @@ def test_bad_line_is_fixed_removed_or_skipped(tmp_path, name):
     assert assert_read(config).num_documents == 12
 
 
+def test_skipping_is_a_remedy_only_where_it_helps(tmp_path):
+    path = write(tmp_path / "a.jsonl", lines_of({"text": TEXT}, 3, 4))
+    config = text_config(path, tmp_path, source="jsonl")
+    with refused('set data.on_error to "skip" and data.max_skipped to 0.67 or more'):
+        prepare(config)
+    assert_read(config.model_copy(update={"on_error": "skip", "max_skipped": 0.67}))
+    write(path, lines_of(3))
+    with refused("1 document cannot be used; fix them: ") as refusal:
+        prepare(config)
+    assert 'on_error to "skip"' not in refusal.text
+    write(path, lines_of({"text": TEXT}))
+    assert_read(config)
+
+
 def test_text_field_is_set_to_one_that_the_message_shows(tmp_path):
     path = write(tmp_path / "a.jsonl", lines_of({"id": 3, "meta": {"body": TEXT}}))
     with refused('it has "meta.body"; set text_field'):

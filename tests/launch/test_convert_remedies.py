@@ -123,11 +123,11 @@ def test_weights_that_are_not_tied_say_so(tmp_path):
 
 @pytest.mark.parametrize("size", ["big", 0, 1.5])
 def test_size_in_config_json_is_written_as_the_message_says(model, tmp_path, size):
-    right = json.loads((model / "config.json").read_text())["num_hidden_layers"]
-    change(model, num_hidden_layers=size)
-    with refused("config.json: num_hidden_layers = "):
+    right = json.loads((model / "config.json").read_text())["intermediate_size"]
+    change(model, intermediate_size=size)
+    with refused("config.json: intermediate_size = "):
         import_folder(model, tmp_path / "out")
-    change(model, num_hidden_layers=right)
+    change(model, intermediate_size=right)
     assert_imported(model, tmp_path)
 
 
