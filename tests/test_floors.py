@@ -67,7 +67,7 @@ ROOMS = [
 # Nobody packs code to stay below a number, or lowers one to what stands.
 BUDGET = {
     "launch": 6_700,
-    "models": 28_500,
+    "models": 30_500,
     "parallel3d/base": 7_900,
     "parallel3d/checkpoint": 10_000,
     "parallel3d/config": 15_000,

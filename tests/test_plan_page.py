@@ -22,6 +22,7 @@ REQUESTS = [
     ("gpt2-124m", A100, 8, ""),
     ("gpt2-124m", "V100-SXM2-16GB", 4, "--bf16.enabled false --fp16.enabled true"),
     ("gpt2-1.5b", "A100-SXM4-40GB", 16, "--rows 5"),
+    ("pythia-70m", A100, 8, "--rows 3"),
     ("gpt2-1.5b", "MI300X", 8, "--fix zero_stage=3 --rows 4"),
     ("qwen3-0.6b", "GB200-NVL72", 4, "--rows 6"),
     ("llama-8b", H100, 8, "--mesh.pp 1 --mesh.tp 2 --mesh.dp 4 --rows 2"),
@@ -131,7 +132,7 @@ def test_page_has_the_rows_of_the_command(bundle, tmp_path):
     if not chromium:
         pytest.skip("chromium is missing")
     wanted = [rows_of_the_command(*request) for request in REQUESTS]
-    assert len(wanted) == 10 and all("plans" in answer for answer in wanted)
+    assert len(wanted) == 11 and all("plans" in answer for answer in wanted)
     assert wanted[-1]["least"] and not any(plan["fits"] for plan in wanted[-1]["plans"])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
     server.answers = Queue()

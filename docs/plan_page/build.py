@@ -12,8 +12,15 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import patch
+
+from parallel3d import models
+from parallel3d.base import reader
+from parallel3d.config import RunConfig
+from parallel3d.models.transformers import facts, spec
 
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "build" / "plan_page"
@@ -33,6 +40,8 @@ _WHEELS = (
 _ROOMS = ("base", "config", "model", "models", "plan", "schedule", "configs", "engine/optimizers")
 _OTHERS = ("__init__.py", "launch/__init__.py", "launch/plan.py")
 _NOT = ("blocks.py", "huggingface.py", "this-machine.json")
+TP = (1, 2, 4, 8)
+"""The numbers of tensor-parallel ranks for which costs of models of transformers are bundled."""
 
 
 def fetch(folder: Path) -> dict[str, bytes]:
@@ -55,6 +64,29 @@ def fetch(folder: Path) -> dict[str, bytes]:
     return files
 
 
+def answers(texts: Iterable[str]) -> dict[str, str]:
+    """Return what planning asks about the models of transformers in the texts of configs.
+
+    They are found out with torch, which the browser does not have.
+    """
+    found = {}
+
+    def asked(module: str, request: str, purpose: str) -> str:
+        text = facts.asked(module, request, purpose)
+        found[json.dumps([module, request])] = text
+        return text
+
+    with patch.object(spec, "asked", asked):
+        for text in texts:
+            model = RunConfig.from_dict(reader.parse(text)).model
+            if isinstance(model, spec.Config):
+                asked(facts.ANATOMY, model.json_of_facts, "reading a model for the page")
+                for layer in models.layers(model)[1:-1]:
+                    for tp in TP:
+                        spec.costs_of(layer.cost.model, tp)
+    return found
+
+
 def own_files() -> bytes:
     """Return a zip of floor 0, the command and the page's Python."""
     package = ROOT / "parallel3d"
@@ -65,6 +97,8 @@ def own_files() -> bytes:
             if path.suffix in (".py", ".json"):
                 archive.write(path, path.relative_to(ROOT))
         archive.write(Path(__file__).with_name("answer.py"), "answer.py")
+        texts = [path.read_text() for path in sorted(reader.CONFIGS.glob("*.json"))]
+        archive.writestr("answers.json", json.dumps(answers(texts)))
     return data.getvalue()
 
 

@@ -1,32 +1,31 @@
-"""Finds out what a model of transformers consists of, on the meta device.
-
-As a command it reads the fields of a config.json and prints the facts as JSON (`facts`).
-"""
+"""Finds out what a model of transformers consists of, on the meta device."""
 
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import nn
 from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.model.spec import CutOver, Init, ParamSpec
+from parallel3d.models.common import vocab_size
 from parallel3d.models.pretrained import NEUTRAL
-from parallel3d.models.transformers.facts import Facts, Sizes, Sparse, Unsupported, answer
+from parallel3d.models.transformers.facts import Facts, Sizes, Sparse, Unsupported, kept
 from parallel3d.models.transformers.initial_values import recorded
 from parallel3d.models.transformers.plans import ROW
 from parallel3d.models.transformers.regions import LayerPlan, Place
 from parallel3d.models.transformers.routed import routers_of
-from parallel3d.models.transformers.skeleton import Skeleton, named_biases
+from parallel3d.models.transformers.skeleton import Findings, Skeleton, named_biases
 from parallel3d.models.transformers.spec import Config
 
 _TYPO = 0.9  # difflib's ratio of a misspelt field
@@ -44,12 +43,18 @@ def settings_of(config: str) -> Any:
     fields = json.loads(config)
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        raise Unsupported("is not known to transformers", remedy=_near(kind, CONFIG_MAPPING))
+        raise Unsupported("is not known to transformers", remedy=_instead_of(fields))
+    if fields.get("quantization_config"):
+        text = "quantizes the weights, which parallel3d does not support"
+        raise Unsupported(text, "quantization_config", "remove it, to train them unquantized")
     chosen = CONFIG_MAPPING[kind]
     default = chosen()
     text = default.get_text_config()
     if text is not default and not default.is_encoder_decoder:
-        raise Unsupported(f'has more than a text model; its text model is a "{text.model_type}"')
+        raise Unsupported(
+            f'has more than a text model; its text model is a "{text.model_type}"',
+            remedy=f'use the fields of its text_config, with "model_type": "{text.model_type}"',
+        )
     own = {name: value for name, value in fields.items() if name not in ("model_type",)}
     try:
         with _quiet():
@@ -101,18 +106,37 @@ def _unknown(fields: Mapping[str, object], settings: Any) -> list[str]:
     return sorted(name for name in named if name[:1] != "_" and hasattr(settings, name))
 
 
+def _instead_of(fields: Mapping[str, Any]) -> str:
+    """Return a remedy for an unknown model_type: that of the class which the file names, if any."""
+    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if name in (fields.get("architectures") or ()):
+            return f'"architectures" names the class of "{kind}", which is the model_type to use'
+    return _near(str(fields.get("model_type")), CONFIG_MAPPING)
+
+
 def _near(name: str, known: Iterable[str]) -> str:
     """Return a remedy for an unknown name: there are too many known ones to list."""
     near = get_close_matches(name, known, n=1)
     return f'the nearest one is "{near[0]}"' if near else "remove it, or use another model"
 
 
-@lru_cache(maxsize=8)
+FINDINGS = TypeAdapter(Findings)
+"""Reads and writes what is found out by running a model."""
+
+
+@lru_cache(maxsize=32)
 def skeleton_from(config: str) -> Skeleton:
     """Return the skeleton of a model from the fields of its config.json; raises Unsupported."""
     settings = settings_of(config)
+    made = []
+
+    def find() -> str:
+        made.append(Skeleton(settings))
+        return FINDINGS.dump_json(made[0].findings).decode()
+
     try:
-        return Skeleton(settings)
+        text = kept(Skeleton.__module__, config, find)
+        return made[0] if made else Skeleton(settings, FINDINGS.validate_json(text))
     except Unsupported:
         raise
     # Broad: an architecture's own code may fail in any way, on a config that it does not expect.
@@ -121,9 +145,10 @@ def skeleton_from(config: str) -> Skeleton:
         raise Unsupported(f"cannot be cut into stages ({type(error).__name__}: {first})") from None
 
 
+@lru_cache(maxsize=32)
 def skeleton_of(config: Config) -> Skeleton:
-    """Return the skeleton of a model's config."""
-    return skeleton_from(config.json_of_model)
+    """Return the skeleton of a model's config: that of its facts, with rows for its vocabulary."""
+    return skeleton_from(config.json_of_facts).with_vocabulary(vocab_size(config))
 
 
 def find(config: str) -> Facts:
@@ -275,5 +300,9 @@ def _inner_size(skeleton: Skeleton) -> int:
     return max(widths) or 4 * int(skeleton.settings.hidden_size)
 
 
-if __name__ == "__main__":
-    print(answer(sys.stdin.read()))
+def answer(config: str) -> str:
+    """Return the facts of a model, or why it is not supported, as JSON (`facts`)."""
+    try:
+        return json.dumps(asdict(find(config)))
+    except Unsupported as error:
+        return json.dumps({"unsupported": [str(error), error.field, error.remedy]})

@@ -15,12 +15,22 @@ from parallel3d.models.transformers.facts import Unsupported
 from parallel3d.tensor.segments import Segments
 
 
+class Sight(NamedTuple):
+    """The keys that a query sees, by a mask: at most those that are not after it.
+
+    - `window`: so many, itself included; None: all.
+    - `chunk`: those in its own piece of so many tokens of the sample; None: all.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+
 class Call(NamedTuple):
     """A call of the attention function by a module.
 
     - `heads`, `kv_heads`: of all tensor-parallel ranks.
     - `key_size`, `value_size`: features of each head.
-    - `window`: the keys that a query sees, by the mask.
     """
 
     heads: int
@@ -29,7 +39,7 @@ class Call(NamedTuple):
     value_size: int
     scale: float | None
     dropout: float
-    window: int | None
+    sight: Sight
     softcap: float | None
 
 
@@ -37,7 +47,7 @@ _calls: ContextVar[dict[nn.Module, Call] | None] = ContextVar("calls", default=N
 _segments: ContextVar[Segments | None] = ContextVar("segments", default=None)
 CORE = "parallel3d_core"
 """The attribute of an attention module that has the library's `CausalAttention`."""
-_WINDOW = "parallel3d_window"  # the attribute of a mask
+_SIGHT = "parallel3d_sight"  # the attribute of a mask
 _FAR = 2**20  # a position that is farther than any window
 _HARMLESS = {  # arguments that do not change the result, if a mask comes too
     "is_causal",
@@ -72,34 +82,45 @@ def recorded(name: str) -> Iterator[dict[nn.Module, Call]]:
 
 
 def _mask(batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_: Any) -> Tensor:
-    """Return a mask that has its window as an attribute; raises Unsupported if it is another kind.
+    """Return a mask with its `Sight` as an attribute; raises Unsupported if it is another kind.
 
-    Outside of `recorded` there are no masks: `attend` is causal, within a window.
+    Outside of `recorded` there are no masks: `attend` is causal, within a window or a chunk.
     """
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
-    setattr(mask, _WINDOW, _window_of(mask_function))
+    setattr(mask, _SIGHT, _sight_of(mask_function))
     return mask
 
 
-def _window_of(mask_function: Any) -> int | None:
-    """Return how many keys each query sees by a mask; None: all that are not after it."""
+def _sight_of(mask_function: Any) -> Sight:
+    """Return what each query sees by a mask, from the first keys of a few queries."""
+
+    def first_of(query: int) -> int:
+        return query + 1 - _width(mask_function, query)
+
+    last = first_of(_FAR)
+    if last == 0:
+        return Sight()
+    if first_of(_FAR - 1) == last - 1:
+        return Sight(window=_FAR + 1 - last)
+    chunk = last - first_of(last - 1)
+    for query in (0, chunk - 1, chunk, 3 * chunk + 1, _FAR - 1):
+        if first_of(query) != query // chunk * chunk:
+            raise Unsupported("attends by a mask that is neither a window nor chunks")
+    return Sight(chunk=chunk)
+
+
+def _width(mask_function: Any, query: int) -> int:
+    """Return how many keys a query sees; raises Unsupported if it is not the nearest ones."""
     here = torch.tensor(0)
     keys = torch.arange(_FAR + 8)
-    widths = []
-    for query in (_FAR - 1, _FAR):
-        try:
-            seen = mask_function(here, here, torch.tensor(query), keys).expand(len(keys))
-        except NotImplementedError:  # a part of the mask has no values here
-            raise Unsupported("attends by a mask that depends on data, such as chunks") from None
-        width = int(seen.sum())
-        if not torch.equal(seen, (keys <= query) & (keys > query - width)):
-            raise Unsupported("lets tokens attend to later ones, or not to their nearest ones")
-        widths.append(width)
-    if widths == [_FAR, _FAR + 1]:
-        return None
-    if widths[0] != widths[1]:
-        raise Unsupported("attends within chunks")
-    return widths[0]
+    try:
+        seen = mask_function(here, here, torch.tensor(query), keys).expand(len(keys))
+    except NotImplementedError:  # a part of the mask has no values here
+        raise Unsupported("attends by a mask that depends on data") from None
+    width = int(seen.sum())
+    if not torch.equal(seen, (keys <= query) & (keys > query - width)):
+        raise Unsupported("lets tokens attend to later ones, or not to their nearest ones")
+    return width
 
 
 @contextmanager
@@ -141,7 +162,7 @@ def attend(
             value.shape[3],
             scaling,
             dropout,
-            getattr(attention_mask, _WINDOW),
+            getattr(attention_mask, _SIGHT),
             softcap,
         )
         if calls.setdefault(module, call) != call:
@@ -161,7 +182,7 @@ def _refuse(mask: Tensor | None, others: dict[str, Any]) -> None:
     """
     if mask is None:
         raise Unsupported("attends without a mask: to later tokens too")
-    if not hasattr(mask, _WINDOW):
+    if not hasattr(mask, _SIGHT):
         raise Unsupported("attends by a mask of its own")
     for name, value in others.items():
         if value is not None and name not in _HARMLESS:

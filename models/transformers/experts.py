@@ -41,15 +41,20 @@ def compute(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=x.device)
     counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
     ends = counts.cumsum(0).to(torch.int32)
+    weights = weights.flatten().index_select(0, order).unsqueeze(-1)
     rows = dispatch(x, order, place, k)  # [tokens * k, size]
+    scales_inputs = getattr(experts, "scales_inputs", False)
+    if scales_inputs:
+        rows = rows * weights
     owners = getattr(experts, "parallel3d_owners", None)
     if owners is None:
         expert = chosen.flatten().index_select(0, order)  # each row's
         y = _made(experts, rows, ends, expert)
     else:
         y = sent_to_owners(rows, counts, owners, partial(_made, experts))
-    weights = weights.flatten().index_select(0, order).unsqueeze(-1)
-    return combine((y * weights).to(x.dtype), order, place, k)
+    if not scales_inputs:
+        y = (y * weights).to(x.dtype)
+    return combine(y, order, place, k)
 
 
 def _made(experts: Any, rows: Tensor, ends: Tensor, expert: Tensor) -> Tensor:

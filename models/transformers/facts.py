@@ -5,13 +5,15 @@ loaded torch finds them itself; another one asks a process that it starts, once 
 the answer is kept in a file.
 """
 
+import atexit
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from hashlib import blake2b
 from importlib import import_module
 from importlib.metadata import version
@@ -22,11 +24,10 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.lock import Lock
 from parallel3d.model.spec import Init, ParamSpec
 
-FORM = 11
-"""The number of this form of the facts; a file of another form is written anew."""
 ANY_VOCABULARY = 1000
 """Rows of the table with which the parts of a model are found: the true ones may not be known."""
 ANATOMY = "parallel3d.models.transformers.anatomy"
+HELPER = "parallel3d.models.transformers.helper"
 
 
 class Unsupported(ValueError):
@@ -158,51 +159,75 @@ def facts_of(config: str) -> Facts:
     return Facts.of(found)
 
 
-def answer(config: str) -> str:
-    """Return the facts of a model, or why it is not supported, as JSON."""
-    try:
-        return json.dumps(asdict(import_module(ANATOMY).find(config)))
-    except Unsupported as error:
-        return json.dumps({"unsupported": [str(error), error.field, error.remedy]})
-
-
 def asked(module: str, request: str, purpose: str) -> str:
-    """Return the answer of a module that is run with a request, from a file if it was asked before.
+    """Return a module's `answer` to a request, from a file if it was asked before.
 
-    - `request`: the text that it reads; its answer is one line. `purpose`: shown while it runs.
+    - `module`: it may import torch. `purpose`: shown while it works.
 
     Raises Unsupported if it fails.
     """
+    return kept(module, request, partial(_helped, module, request, purpose))
+
+
+@lru_cache(maxsize=1)
+def _state_of_code() -> list[str]:
+    """Return what answers depend on: the versions of packages, and the family's own files."""
+    digest = blake2b(digest_size=16)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
     versions = [version(name) for name in ("parallel3d", "transformers", "torch")]
-    asks = json.dumps([FORM, module, request, versions])
+    return [*versions, digest.hexdigest()]
+
+
+def kept(module: str, request: str, find: Callable[[], str]) -> str:
+    """Return a module's answer to a request from its file, which `find` fills where it is missing.
+
+    Processes that ask at once wait for the first one.
+    """
+    asks = json.dumps([module, request, _state_of_code()])
     key = blake2b(asks.encode(), digest_size=16).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "parallel3d/models"
     path = folder / f"{key}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return _started(module, request, purpose)
+        return find()
+    if path.exists():
+        return path.read_text(encoding="utf-8")
     lock = Lock(path.with_suffix(".lock"))
     lock.wait(lambda: None)
     try:
         if not path.exists():
-            replace_text(path, _started(module, request, purpose))
+            replace_text(path, find())
         return path.read_text(encoding="utf-8")
     finally:
         lock.release()
 
 
-def _started(module: str, request: str, purpose: str) -> str:
-    """Return the answer of a process that is started for it."""
+def _helped(module: str, request: str, purpose: str) -> str:
+    """Return a module's answer by a process with torch, which stays for what is asked next."""
     print(purpose, file=sys.stderr, flush=True)
-    done = subprocess.run(
-        [sys.executable, "-m", module],
-        input=request,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise Unsupported(f"cannot be read ({lines[-1]})")
-    return done.stdout.splitlines()[-1]
+    for _ in range(2):  # one that nothing was asked for long has ended
+        helper = _helper(os.getpid())
+        assert helper.stdin is not None and helper.stdout is not None
+        with suppress(BrokenPipeError):
+            print(json.dumps([module, request]), file=helper.stdin, flush=True)
+        line = helper.stdout.readline()
+        if line:
+            is_answered, text = json.loads(line)
+            if is_answered:
+                return str(text)
+            raise Unsupported(f"cannot be read ({text})")
+        _helper.cache_clear()
+    raise Unsupported("cannot be read (the process that reads it was ended)")
+
+
+@lru_cache(maxsize=1)
+def _helper(pid: int) -> subprocess.Popen[str]:
+    """Start the process of `helper`; it ends with this one, whose number is `pid`."""
+    command = [sys.executable, "-m", HELPER]
+    pipe = subprocess.PIPE
+    nowhere = subprocess.DEVNULL
+    helper = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True)
+    atexit.register(helper.communicate)
+    return helper

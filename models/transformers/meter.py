@@ -1,15 +1,9 @@
 """Measure what blocks cost, on the meta device: no tensor has memory, no collective sends anything.
 
-A process that has no process group runs it, because it makes one of the "fake" backend:
-
-    echo '{"model": {...}, "ranks": [1, 2], "recompute": ["none", "full"]}' |
-        python -m parallel3d.models.transformers.meter
-
-It prints the `MeasuredCost` of each layer of `layers_of`, by the layer's name.
+A process that has no process group runs it, because it makes one of the "fake" backend (`helper`).
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
@@ -389,17 +383,21 @@ def measured_layers(
 
 
 def answer(request: str) -> str:
-    """Return the measured costs that a request asks for; both are JSON, as at the top."""
+    """Return the `MeasuredCost` of each layer of `layers_of`, by its name, as JSON.
+
+    - `request`: {"model": {...}, "ranks": [1, 2], "recompute": ["none", "full"]}.
+    """
     asked = json.loads(request)
     layers = layers_of(asked["model"])
     kinds = [parse(kind) for kind in asked["recompute"]]
     longest = min(_LONGEST, layers[0].config.max_position_embeddings)
-    costs = measured_layers(layers, asked["ranks"], kinds, longest)
+    try:
+        costs = measured_layers(layers, asked["ranks"], kinds, longest)
+    finally:
+        if dist.is_initialized():  # the next request has other groups
+            dist.destroy_process_group()
     return COSTS.dump_json(costs).decode()
 
 
 COSTS = TypeAdapter(dict[str, MeasuredCost])
 """Reads and writes the answer."""
-
-if __name__ == "__main__":
-    print(answer(sys.stdin.read()))

@@ -309,8 +309,9 @@ class LayerBuilder:
             head_size=call.key_size,
             value_size=call.value_size,
             scale=call.scale,
-            window=call.window,
+            window=call.sight.window,
             softcap=call.softcap,
+            chunk=call.sight.chunk,
         )
         if name not in self._plan.regions:  # every rank computes all heads
             core.heads_here = (call.heads, call.kv_heads)

@@ -1,6 +1,6 @@
 """Models without memory: where their tensors are made, and what runs on them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,19 @@ class EmptyOnMeta(TorchFunctionMode):
 
 
 class MixedWithMeta(TorchDispatchMode):
-    """Operators of tensors on the meta device and others give tensors on the meta device."""
+    """Operators of tensors on the meta device and others give tensors on the meta device.
+
+    Zeros of integers have values outside of layers: masks may begin with them.
+
+    - `dropouts`: the fields of the config with probabilities of dropout.
+    - `counts`: an operator has counted positions while `is_in_layer`.
+    """
+
+    def __init__(self, dropouts: Sequence[str] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dropouts = dropouts
+        self.is_in_layer = False
+        self.counts = False
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
@@ -39,10 +51,16 @@ class MixedWithMeta(TorchDispatchMode):
 
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise Unsupported(
-                f"draws random numbers ({func.__name__}), which would depend on the mesh",
-                remedy="set its probabilities of dropout to 0, or use another model",
-            )
+            text = f"draws random numbers ({func.__name__}), which would depend on the mesh"
+            if not self.dropouts:
+                raise Unsupported(text)
+            names = ", ".join(self.dropouts)
+            raise Unsupported(text, self.dropouts[0], f"set {names} to 0, or use another model")
+        if func.overloadpacket is torch.ops.aten.arange and self.is_in_layer:
+            self.counts = True
+        is_count = func is torch.ops.aten.zeros.default and kwargs.get("dtype") == torch.int64
+        if is_count and not self.is_in_layer:
+            kwargs = kwargs | {"device": torch.device("cpu")}
         tree_map(look, (args, kwargs))
         if any(seen) and not all(seen):
             args, kwargs = tree_map(_on_meta, (args, kwargs))

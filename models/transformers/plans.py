@@ -62,6 +62,19 @@ _OURS = {
         "layers.*.feed_forward.w3": "colwise",
         "layers.*.feed_forward.w2": "rowwise",
     },
+    "llama4_text": _HEADS
+    | {
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.feed_forward.gate_proj": "colwise",
+        "layers.*.feed_forward.up_proj": "colwise",
+        "layers.*.feed_forward.down_proj": "rowwise",
+        "layers.*.feed_forward.shared_expert.gate_proj": "colwise",
+        "layers.*.feed_forward.shared_expert.up_proj": "colwise",
+        "layers.*.feed_forward.shared_expert.down_proj": "rowwise",
+        "layers.*.feed_forward.experts": "moe_tp_experts",
+        "layers.*.feed_forward.experts.gate_up_proj": "packed_colwise",
+        "layers.*.feed_forward.experts.down_proj": "rowwise",
+    },
     "phi3": {
         "layers.*.self_attn.qkv_proj": "packed_heads",
         "layers.*.self_attn.o_proj": "rowwise",

@@ -6,8 +6,8 @@ its own pass their input on (`Skeleton.around`).
 
 import copy
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
 from typing import Any
@@ -20,9 +20,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from parallel3d.models.transformers import attention, experts, trials
+from parallel3d.models.transformers import attention, experts, scored_inputs, trials
 from parallel3d.models.transformers.facts import Unsupported
-from parallel3d.models.transformers.on_meta import EmptyOnMeta, MixedWithMeta, tables_kept
+from parallel3d.models.transformers.on_meta import EmptyOnMeta
 from parallel3d.models.transformers.plans import gathered, plan_of
 from parallel3d.models.transformers.stand_ins import (
     Nothing,
@@ -30,33 +30,32 @@ from parallel3d.models.transformers.stand_ins import (
     Remembered,
     Same,
 )
+from parallel3d.models.transformers.watched import (
+    IMPLEMENTATION,
+    Watched,
+    check_parameters,
+    has_parameters,
+    watch,
+)
 
-IMPLEMENTATION = "parallel3d"
-"""The name of the library's functions in the interfaces of transformers."""
 _MIXERS = re.compile(r"Conv(?!1D)|Mamba|SSM|Mixer|Delta|Recurrent|LinearAttention|RWKV|LSTM")
 """In the names of classes that mix tokens without attention (GPT-2's Conv1D is linear)."""
-_PROBE = (2, 8)  # the batch and the sequence of the forward that is watched
 
 
 @dataclass
-class Watched:
-    """The findings of one forward and backward on the meta device.
+class Findings:
+    """The facts that only a run of the model shows; to find them takes most of a skeleton's time.
 
-    - `tuples`: the layers that return tuples, and how many values those have.
-    - `before`, `after`: the modules of the base model that run before and after all layers, by
-      name: those with weights, and norms without.
-    - `calls`: the calls of attention functions, by the module that made them.
-    - `without_gradient`: parameters that no gradient reached.
-    - `plain`: the modules without parts of their own that were called, with one tensor and nothing
-      else, by name. Another one's weight may be read by its parent.
+    - `width`, `is_alone`, `has_plain_table`, `logits`: see `trials`.
+    - `rms_norms`: the modules that compute an RMSNorm, and their eps, by name.
     """
 
-    tuples: dict[int, int] = field(default_factory=dict)
-    before: list[str] = field(default_factory=list)
-    after: list[str] = field(default_factory=list)
-    calls: dict[str, attention.Call] = field(default_factory=dict)
-    without_gradient: list[str] = field(default_factory=list)
-    plain: set[str] = field(default_factory=set)
+    watched: Watched
+    width: int
+    is_alone: bool
+    has_plain_table: bool
+    logits: trials.Logits
+    rms_norms: dict[str, float]
 
 
 class Skeleton:
@@ -66,11 +65,12 @@ class Skeleton:
     - `list`: the name of the base's list of layers. `token`: that of its table of tokens.
     - `output`: the name of the output projection in the model.
     - `plan`: the style of each linear layer under tensor parallelism (`plan_of`).
+    - `known`: the findings of another skeleton of the same settings; None: find them out.
 
     Raises Unsupported, with the reason, for a model that cannot be cut into stages.
     """
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: Any, known: Findings | None = None) -> None:
         adds_balance = getattr(settings, "output_router_logits", False)
         settings.output_router_logits = False  # no stage has the scores of all layers
         self.model = _built(settings)
@@ -85,7 +85,9 @@ class Skeleton:
             raise Unsupported("has no plain linear output projection")
         self.output = _name_of(output, self.model)
         self.plan = plan_of(settings)
-        self.watched = self._watch()
+        self.watched = watch(self) if known is None else known.watched
+        for name, count in self.watched.choices.items():
+            self.model.get_submodule(name).parallel3d_choices = count
         self.token = next((n for n in self.watched.before if getattr(self.base, n) is table), "")
         rows = table.weight.shape[0]
         if rows != settings.vocab_size:
@@ -93,22 +95,55 @@ class Skeleton:
             raise Unsupported(f"has a table with {more} rows more than vocab_size")
         if not self.token:
             raise Unsupported("does not look its tokens up in a table of the base model first")
-        self._check_parameters()
-        _ = self.rms_norms  # tried here, not where ZeRO-3 changes how tensors are made
+        if known is None:
+            check_parameters(self)
         self._device = torch.device("cpu")
-        self.width = 1
         self._inputs: tuple[object, dict[str, Any]] = (None, {})
         self._angles = {
             name: Remembered(child)
             for name, child in self.base.named_children()
-            if "Rotary" in type(child).__name__ and not _has_parameters(child)
+            if "Rotary" in type(child).__name__ and not has_parameters(child)
         }
         self.is_alone = False
-        self.width = trials.width_of(self)
-        self.is_alone = trials.may_be_alone(self)
-        self.has_plain_table = trials.has_plain_table(self)
-        self.logits = trials.logits_of(self)
+        self.width = 1
+        if known is None:
+            self.rms_norms = self._find_rms_norms()
+            self.width = trials.width_of(self)
+            self.is_alone = trials.may_be_alone(self)
+            self.has_plain_table = trials.has_plain_table(self)
+            self.logits = trials.logits_of(self)
+        else:
+            found = known.rms_norms.items()
+            self.rms_norms = {self.model.get_submodule(name): eps for name, eps in found}
+            self.width = known.width
+            self.is_alone = known.is_alone
+            self.has_plain_table = known.has_plain_table
+            self.logits = known.logits
         self.balance = experts.balance_of(self.model) if adds_balance else 0.0
+
+    @property
+    def findings(self) -> Findings:
+        """The findings of the model's run, to be kept."""
+        names = {module: name for name, module in self.model.named_modules()}
+        norms = {names[module]: eps for module, eps in self.rms_norms.items()}
+        return Findings(
+            self.watched, self.width, self.is_alone, self.has_plain_table, self.logits, norms
+        )
+
+    def with_vocabulary(self, size: int) -> "Skeleton":
+        """Return the skeleton of the same model with another vocabulary, at no cost."""
+        own = copy.copy(self)
+        vars(own).pop("shapes", None)
+        table = _with_rows(self.model.get_input_embeddings(), size)
+        output = _with_rows(self.model.get_output_embeddings(), size)
+        if self.is_tied:
+            output._parameters["weight"] = table._parameters["weight"]
+        model = _with_module(self.model, f"{self.prefix}.{self.token}".removeprefix("."), table)
+        own.model = _with_module(model, self.output, output)
+        own.base = own.model.get_submodule(self.prefix)
+        own.settings = own.model.config = copy.copy(self.settings)
+        own.settings.vocab_size = size
+        return own
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -167,9 +202,11 @@ class Skeleton:
             if any(_MIXERS.search(kind) for kind in kinds):
                 return False
         takes_positions = "position_ids" in signature(self.base.forward).parameters
+        takes_positions &= not self.watched.counts
+        has_chunks = any(call.sight.chunk is not None for call in self.watched.calls.values())
         # Its rotation depends on the last position of all tokens that are computed together.
         is_long = "longrope" in str(getattr(self.settings, "rope_parameters", None))
-        return self.has_interface and takes_positions and not is_long
+        return self.has_interface and takes_positions and not has_chunks and not is_long
 
     def around(
         self, number: int, layer: nn.Module | None, replaced: Mapping[str, nn.Module]
@@ -206,9 +243,8 @@ class Skeleton:
         plain = {name.removeprefix(prefix) for name in self.watched.plain}
         return gathered(self.plan, self.layers, self.list, plain, self.heads)
 
-    @cached_property
-    def rms_norms(self) -> dict[nn.Module, float]:
-        """The modules that compute an RMSNorm, found by trying, with their eps.
+    def _find_rms_norms(self) -> dict[nn.Module, float]:
+        """Return the modules that compute an RMSNorm, found by trying, with their eps.
 
         Those of transformers keep copies in fp32 for the backward, a fused kernel does not.
         """
@@ -279,112 +315,6 @@ class Skeleton:
                 return name
         raise Unsupported(f"has no list of its {count} layers (num_hidden_layers)")
 
-    def _watch(self) -> Watched:
-        """Run the model forward and backward on the meta device, and note what happens."""
-        found = Watched()
-        order: list[str] = []
-        states: dict[int, int] = {}  # tensors that a layer returned besides the stream
-        hooks = []
-        names = {module: name for name, module in self.model.named_modules()}
-
-        def leave(number: int, _: nn.Module, output: object) -> None:
-            parts = output if isinstance(output, tuple) else (output,)
-            if isinstance(output, tuple):
-                found.tuples[number] = len(output)
-            shape = (*_PROBE, self.settings.hidden_size)
-            if not isinstance(parts[0], Tensor) or tuple(parts[0].shape) != shape:
-                raise Unsupported("has layers that pass on more than one stream of [hidden_size]")
-            states.update({id(x): number for x in parts[1:] if isinstance(x, Tensor)})
-            kept.extend(parts)
-
-        def enter(number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-            order.append("")
-            for value in (*args, *kwargs.values()):
-                if id(value) in states:
-                    raise Unsupported(
-                        f"passes a state from layer {states[id(value)]} to layer {number}, besides "
-                        "the stream"
-                    )
-
-        def pass_through(name: str, child: nn.Module, output: object) -> None:
-            shape = (*_PROBE, self.settings.hidden_size)
-            changes = isinstance(output, Tensor) and tuple(output.shape) == shape
-            if _has_parameters(child) or (changes and not isinstance(child, nn.Dropout)):
-                order.append(name)
-
-        def call(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-            (odd if kwargs or len(args) != 1 else found.plain).add(name)
-
-        odd: set[str] = set()
-        for module, name in names.items():
-            if not module._modules:
-                called = _bound(call, name)
-                hooks.append(module.register_forward_pre_hook(called, with_kwargs=True))
-        kept: list[object] = []  # so that no id is given twice
-        dropouts = [m for m in self.model.modules() if isinstance(m, nn.Dropout)]
-        probabilities = [module.p for module in dropouts]
-        for module in dropouts:  # the library's take their places
-            module.p = 0.0
-        for number, layer in enumerate(self.layers):
-            enter_hook = _bound(enter, number)
-            hooks.append(layer.register_forward_pre_hook(enter_hook, with_kwargs=True))
-            hooks.append(layer.register_forward_hook(_without_input(leave, number)))
-        for name, child in self.base.named_children():
-            if name != self.list:
-                hooks.append(child.register_forward_hook(_without_input(pass_through, name)))
-        tokens = torch.zeros(_PROBE, dtype=torch.int64)
-        positions = torch.arange(_PROBE[1]).expand(_PROBE)
-        try:
-            mixed = MixedWithMeta()  # type: ignore[no-untyped-call]
-            with (
-                mixed,
-                tables_kept(self.model),
-                attention.recorded(IMPLEMENTATION) as calls,
-            ):
-                output = self.model(input_ids=tokens, position_ids=positions, use_cache=False)
-                output.logits.float().sum().backward()
-        except Unsupported:
-            raise
-        # Broad: the modules of an architecture raise errors of many types.
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise Unsupported(f"cannot be traced without data ({reason})") from None
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for module, p in zip(dropouts, probabilities, strict=True):
-                module.p = p
-        first = order.index("") if "" in order else len(order)
-        last = len(order) - order[::-1].index("") if "" in order else 0
-        found.before = list(dict.fromkeys(order[:first]))
-        found.after = list(dict.fromkeys(order[last:]))
-        found.plain -= odd
-        found.calls = {names[module]: call for module, call in calls.items()}
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is None:
-                found.without_gradient.append(name)
-            parameter.grad = None
-        return found
-
-    def _check_parameters(self) -> None:
-        """Raise Unsupported for parameters that no stage would have, or that do not train."""
-        known = [f"{self.prefix}.{self.list}.", f"{self.output}."]
-        for name in (*self.watched.before, *self.watched.after):
-            known.append(f"{self.prefix}.{name}.")
-        for name in self.watched.before:
-            if name in self.watched.after and _has_parameters(getattr(self.base, name)):
-                raise Unsupported(f"uses {name} before and after its layers")
-        seen: dict[int, str] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if not name.startswith(tuple(known)):
-                raise Unsupported(f"has the parameter {name} outside its layers")
-            first = seen.setdefault(id(parameter), name)
-            if first != name and not (name.startswith(self.output) and self.is_tied):
-                raise Unsupported(f"shares the parameter {first} with {name}")
-        if self.watched.without_gradient:
-            first = self.watched.without_gradient[0]
-            raise Unsupported(f"has the parameter {first}, which gets no gradient")
-
 
 def biases_of(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's own biases of experts' scores: buffers of zeros that are saved, by name.
@@ -432,6 +362,7 @@ def _built(settings: Any) -> PreTrainedModel:
             raise Unsupported(f"has the buffer {name} without values")
     for module in model.modules():
         _hold_frozen_as_buffers(module)
+    scored_inputs.adapt(model)
     experts.register(IMPLEMENTATION)
     for module in model.modules():  # transformers refuses names of others, but runs them
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
@@ -449,24 +380,6 @@ def _hold_frozen_as_buffers(module: nn.Module) -> None:
             module.register_buffer(name, torch.zeros(parameter.shape, dtype=parameter.dtype))
 
 
-def _bound(function: Callable[..., None], first: object) -> Callable[..., None]:
-    def hook(*args: object) -> None:
-        function(first, *args)
-
-    return hook
-
-
-def _without_input(function: Callable[..., None], first: object) -> Callable[..., None]:
-    def hook(module: nn.Module, _: object, output: object) -> None:
-        function(first, module, output)
-
-    return hook
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 def _name_of(module: nn.Module, inside: nn.Module) -> str:
     names: dict[nn.Module, str] = {own: name for name, own in inside.named_modules()}
     return names[module]
@@ -476,6 +389,18 @@ def _shallow(module: nn.Module) -> nn.Module:
     """Return a copy of a module that shares its parts, which can be replaced."""
     shell = copy.copy(module)
     object.__setattr__(shell, "_modules", dict(module._modules))
+    return shell
+
+
+def _with_rows(module: Any, count: int) -> nn.Module:
+    """Return a shallow copy of a module whose parameters have so many rows."""
+    shell = _shallow(module)
+    shell._parameters = {}
+    for name, parameter in module._parameters.items():
+        rows = parameter
+        if parameter is not None:
+            rows = nn.Parameter(parameter.new_empty(count, *parameter.shape[1:]))
+        shell._parameters[name] = rows
     return shell
 
 

@@ -101,9 +101,14 @@ class Config(ImportedSection):
         return self._json_with(vocab_size(self))
 
     @property
+    def json_of_facts(self) -> str:
+        """The fields of the config.json with any vocabulary, as the true one may not be known."""
+        return self._json_with(ANY_VOCABULARY)
+
+    @property
     def facts(self) -> Facts:
-        """The parts of the model, but for the vocabulary, which may not be known yet."""
-        return facts_of(self._json_with(ANY_VOCABULARY))
+        """The parts of the model, but for the vocabulary."""
+        return facts_of(self.json_of_facts)
 
     def _json_with(self, size: int) -> str:
         return json.dumps(json.loads(self.config) | {"vocab_size": size}, sort_keys=True)

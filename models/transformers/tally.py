@@ -317,7 +317,7 @@ class _FusedKernels:
         size = max(q.shape[-1], value_size)
         q, k, v = (documents._widened(t, size) for t in (q, k, v))
         first = 0
-        window = core.window
+        window = core.window or core.chunk  # a window has up to twice the keys of chunks
         if sinks is not None:
             first = 1
             window = None if window is None else window + 1

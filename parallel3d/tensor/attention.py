@@ -15,7 +15,7 @@ from parallel3d.tensor.dealt import is_fused
 from parallel3d.tensor.documents import attend_documents, in_one_kernel, use_flash_3, uses_flash_3
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.recompute import run_again
-from parallel3d.tensor.segments import Segments, undealt_block
+from parallel3d.tensor.segments import Segments, in_chunks, undealt_block
 
 
 class CausalAttention(nn.Module):
@@ -26,6 +26,8 @@ class CausalAttention(nn.Module):
     - `scale`: None means 1/sqrt(head_size).
     - `window`: how many tokens a query sees, itself included; None means all before it.
     - `softcap`: c, if scores become c tanh(scores / c) before they are masked; without dropout.
+    - `chunk`: a query attends within its own piece of so many tokens of the sample; without
+      segments.
     - With segments, a query attends only within its own document.
     - "core_attn" in `context.recompute.parts`: recompute the attention in backward ("selective"
       recomputation, arXiv:2205.05198, section 5).
@@ -43,6 +45,7 @@ class CausalAttention(nn.Module):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        chunk: int | None = None,
     ) -> None:
         super().__init__()
         assert softcap is None or dropout == 0, "no kernel has both a soft-cap and dropout"
@@ -54,6 +57,7 @@ class CausalAttention(nn.Module):
         self.scale = scale
         self.window = window
         self.softcap = softcap
+        self.chunk = chunk
         self.cp = 1 if context.sample_group is None else context.sample_group.size()
 
     def forward(
@@ -90,6 +94,9 @@ class CausalAttention(nn.Module):
     ) -> Tensor:
         """Return [batch, seq, heads, size of v]."""
         self.dropout.seed(q.device)
+        if self.chunk is not None and self.chunk < q.shape[2]:
+            assert segments is None, "chunks are of whole samples"
+            segments = in_chunks(self.chunk, q.shape[0], q.shape[2], q.device)
         is_cut = self.window is not None and self.window < q.shape[2]
         is_plain = segments is None and not is_cut and sinks is None and self.softcap is None
         if not is_plain or q.shape[-1] != v.shape[-1]:

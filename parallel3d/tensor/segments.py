@@ -148,6 +148,18 @@ def undealt_block(seq: int) -> int:
     return gcd(seq, BLOCK)
 
 
+@graph_break("the places of chunks")
+def in_chunks(size: int, batch: int, seq: int, device: torch.device) -> Segments:
+    """Return whole samples in pieces of `size` tokens, as if each piece were a document."""
+    return _in_chunks(size, batch, seq, device)
+
+
+@lru_cache(maxsize=16)
+def _in_chunks(size: int, batch: int, seq: int, device: torch.device) -> Segments:
+    numbers = torch.arange(seq) // size
+    return Segments.of(numbers.expand(batch, seq)).on(device)
+
+
 @graph_break("the places of tokens whose scores have a soft-cap")
 def undealt(segments: Segments | None, batch: int, seq: int, device: torch.device) -> Dealt:
     """Return whole samples as tokens of one rank; `segments` None: each is one document."""

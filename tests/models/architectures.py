@@ -33,6 +33,7 @@ _OWN: dict[str, dict[str, object]] = {
     },
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "llama4_text": {"interleave_moe_layer_step": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "cohere_compass_text": {

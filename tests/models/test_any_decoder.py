@@ -41,14 +41,21 @@ SWITCHED = [
     # A norm has the weights of all heads: [heads, size]. The ranks share the one head of keys.
     ("cohere", {"use_qk_norm": True, "num_key_value_heads": 1}),
     ("phi3", LONGROPE),
+    # Chunks, experts that take tokens times their scores, and layers that count positions.
+    ("llama4_text", {}),
 ]
 STD = 0.2  # attention is far from uniform, so a wrong mask or rotation is seen
+SMALL = 0.02  # that of training
+AT_BOTH = ["gemma2", "deepseek_v3"]
 
 
 def test_decoders_are_equal_to_one_process():
-    cases = [case_of(kind, STD, (2, 1, 2)) for kind in DEFAULT]
-    cases.append(switched("gpt_neox", IN_TURN, (2, 1, 2)))
-    for kind, errors in zip([*DEFAULT, "gpt_neox"], errors_on_ranks(cases), strict=True):
+    mesh = (2, 1, 2)
+    cases = [case_of(kind, STD, mesh) for kind in DEFAULT]
+    cases += [case_of(kind, SMALL, mesh) for kind in AT_BOTH]
+    cases.append(switched("gpt_neox", IN_TURN, mesh))
+    names = [*DEFAULT, *AT_BOTH, "gpt_neox"]
+    for kind, errors in zip(names, errors_on_ranks(cases), strict=True):
         assert max(errors.loss, errors.grad_norm, errors.weight) < BOUND, (kind, errors)
 
 
@@ -61,7 +68,9 @@ def switched(kind, own, mesh):
 def test_layers_beside_plans_are_equal_to_one_process():
     """Gathered layers, experts with gate and up in turns, frozen biases of scores, switches."""
     kinds = ["falcon", "gpt_oss", "ernie4_5_moe"]
-    cases = [case_of(kind, STD, (1, 1, 2)) for kind in kinds]
+    # At 0.2 one element of GPT-OSS has a gradient near 0, of which Adam amplifies the rounding.
+    stds = [STD, 0.15, STD]
+    cases = [case_of(kind, std, (1, 1, 2)) for kind, std in zip(kinds, stds, strict=True)]
     cases += [switched(kind, own, (1, 1, 2)) for kind, own in SWITCHED]
     names = [*kinds, *(kind for kind, _ in SWITCHED)]
     for kind, errors in zip(names, errors_on_ranks(cases), strict=True):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.models.transformers.anatomy import settings_of
+from parallel3d.models.transformers.anatomy import FINDINGS, settings_of
 from parallel3d.models.transformers.blocks import Embedding
+from parallel3d.models.transformers.regions import LayerPlan
 from parallel3d.models.transformers.skeleton import Skeleton
 from parallel3d.models.transformers.spec import Config
 from parallel3d.verify.local_ranks import run_locally
@@ -36,6 +37,34 @@ def test_model_that_counts_its_layers_walks_past_all(monkeypatch):
     own = skeleton("gemma3_text")
     base, _ = own.around(2, None, {})
     assert len(getattr(base, own.list)) == 4
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt2", "gemma2"])
+def test_skeleton_of_known_findings_is_that_of_a_run(kind):
+    own = skeleton(kind)
+    text = FINDINGS.dump_json(own.findings)
+    again = Skeleton(settings_of(json.dumps(small_config(kind))), FINDINGS.validate_json(text))
+    assert again.findings == own.findings
+    for number in range(len(own.layers)):
+        plans = [LayerPlan(each, number) for each in (own, again)]
+        names = [name for name, _ in own.layers[number].named_parameters()]
+        first, second = ([plan.place(name) for name in names] for plan in plans)
+        assert first == second
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "phi"])
+def test_other_vocabulary_changes_rows_alone(kind):
+    """GPT-2's output is its table, Phi's has a bias."""
+    own = skeleton(kind)
+    more = own.with_vocabulary(1234)
+    size = small_config(kind)["vocab_size"]
+    changed = {name for name, shape in own.shapes.items() if shape != more.shapes[name]}
+    wide = Skeleton(settings_of(json.dumps(small_config(kind) | {"vocab_size": 1234})))
+    assert more.shapes == wide.shapes and changed
+    assert all(own.shapes[name][0] == size for name in changed)
+    assert more.is_tied == own.is_tied and own.settings.vocab_size == size
+    table = more.model.get_input_embeddings().weight
+    assert (more.model.get_output_embeddings().weight is table) == (kind == "gpt2")
 
 
 def sent(rank, kind):

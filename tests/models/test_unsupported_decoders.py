@@ -14,7 +14,7 @@ from transformers.masking_utils import (
 from parallel3d.base.section import Problems
 from parallel3d.config import RunConfig
 from parallel3d.model.recompute import SUBLAYERS
-from parallel3d.models.transformers.attention import _window_of
+from parallel3d.models.transformers.attention import Sight, _sight_of
 from parallel3d.models.transformers.facts import Unsupported
 from parallel3d.models.transformers.spec import Config
 from parallel3d.plan.setting import Workload
@@ -41,7 +41,6 @@ def model_of(kind):
         ("trocr", "k_proj.weight, which gets no gradient"),
         ("phimoe", "draws random numbers (exponential_.default)"),
         ("moshi", "a table with 1 rows more than vocab_size"),
-        ("llama4_text", "by a mask that depends on data, such as chunks"),
         ("deepseek_v4", "more than one stream"),
     ],
 )
@@ -61,7 +60,15 @@ def test_reason(kind, reason):
         ),
         (
             {"residual_dropout": 0.1, "model_type": "starcoder2"},
-            "which would depend on the mesh; set its probabilities of dropout to 0",
+            "which would depend on the mesh; set residual_dropout to 0, or use another model",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantizes the weights, which parallel3d does not support; remove it",
+        ),
+        (
+            {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]},
+            '"architectures" names the class of "deepseek_v3", which is the model_type to use',
         ),
         (
             {"model_type": "lama"},
@@ -97,9 +104,11 @@ def test_vocabulary_of_a_pasted_config_counts_unless_the_block_says_one():
     assert Config(family="transformers", config=fields).vocab_size == "auto"
 
 
-def test_window_is_that_of_the_mask():
-    assert _window_of(causal_mask_function) is None
-    assert _window_of(sliding_window_causal_mask_function(4096)) == 4096
+def test_window_or_chunk_is_that_of_the_mask():
+    chunked = chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64))
+    assert _sight_of(causal_mask_function) == Sight()
+    assert _sight_of(sliding_window_causal_mask_function(4096)) == Sight(window=4096)
+    assert _sight_of(chunked) == Sight(chunk=8192)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +116,12 @@ def test_window_is_that_of_the_mask():
     [
         (bidirectional_mask_function, "later ones"),
         (sliding_window_bidirectional_mask_function(8), "later ones"),
-        (chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64)), "chunks"),
+        (chunked_causal_mask_function(8, torch.tensor([3])), "neither a window nor chunks"),
     ],
 )
 def test_other_masks_are_refused(mask, reason):
     with pytest.raises(Unsupported, match=reason):
-        _window_of(mask)
+        _sight_of(mask)
 
 
 def test_plan_that_cuts_little_is_for_one_tensor_parallel_rank():

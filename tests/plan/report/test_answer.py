@@ -7,17 +7,45 @@ from pathlib import Path
 import pytest
 
 from parallel3d.base.reader import CONFIGS
+from parallel3d.models.transformers import facts, spec
 
 pytestmark = pytest.mark.pure
 
-ANSWER = Path(__file__).parents[3] / "docs/plan_page/answer.py"
+PAGE = Path(__file__).parents[3] / "docs/plan_page"
+
+
+def module(name):
+    """A file of the page, as a module."""
+    source = importlib.util.spec_from_file_location(name, PAGE / f"{name}.py")
+    assert source and source.loader
+    own = importlib.util.module_from_spec(source)
+    source.loader.exec_module(own)
+    return own
+
+
+@pytest.mark.slow
+def test_models_of_transformers_are_planned_by_bundled_answers(tmp_path, monkeypatch):
+    text = (CONFIGS / "pythia-70m.json").read_text()
+    (tmp_path / "answers.json").write_text(json.dumps(module("build").answers([text])))
+    page = module("answer")
+    assert "pythia-70m" in json.loads(page.choices())["configs"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [])
+    monkeypatch.setattr(facts, "asked", None)
+    monkeypatch.setattr(spec, "asked", None)
+    spec.costs_of.cache_clear()
+    page.use_answers(tmp_path / "answers.json")
+    parts: dict[str, str] = {}
+    words = "--hardware a100-80gb --devices 8 --rows 2"
+    page.answer(text, words, "1x4x2", 100, parts.__setitem__)
+    assert len(json.loads(parts["json"])["plans"]) == 2
+    parts.clear()
+    page.answer(text.replace("2048", "1536"), words, "", 100, parts.__setitem__)
+    assert parts.keys() == {"error"} and "is not in this page" in parts["error"]
 
 
 def test_page_has_rows_and_parts_of_an_answer(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("answer", ANSWER)
-    assert spec and spec.loader
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
+    page = module("answer")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [])
     parts: dict[str, str] = {}

@@ -19,7 +19,14 @@ from parallel3d.extras.scaling.frontier import losses_of
 from parallel3d.extras.scaling.ladder.expand import LadderRun, runs_of
 from parallel3d.extras.scaling.ladder.ladder_file import LadderConfig, SizeConfig, TuneConfig
 from parallel3d.extras.scaling.ladder.plan import with_costs
-from parallel3d.extras.scaling.ladder.sizes import OWN, SHAPE, model_of, shared_model
+from parallel3d.extras.scaling.ladder.sizes import (
+    OWN,
+    SHAPE,
+    model_of,
+    settings_of,
+    shared_model,
+    with_settings,
+)
 from parallel3d.extras.scaling.points import FLOPS_PER_ND, Points, interval
 from parallel3d.extras.scaling.posterior import GAMMA, posterior
 from parallel3d.extras.scaling.runs import count
@@ -95,14 +102,18 @@ def design(args: Namespace, out: Console) -> dict[str, Any]:
 
 
 def _without_own(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a base config without the shape and length that a ladder sets, and its model."""
-    blocks = {name: reader.block_at(raw, f"parallel3d.{name}") for name in ("model", "train")}
-    own = {"model": (*SHAPE, "num_key_value_heads"), "train": OWN}
+    """Return a base config without the shape and length that a ladder sets, and its settings."""
+    model = reader.block_at(raw, "parallel3d.model")
+    settings = settings_of(model)
     kept = {
-        name: {key: value for key, value in block.items() if key not in own[name]}
-        for name, block in blocks.items()
+        "model": with_settings(model, _without(settings, (*SHAPE, "num_key_value_heads"))),
+        "train": _without(reader.block_at(raw, "parallel3d.train"), OWN),
     }
-    return {**raw, "parallel3d": reader.block_at(raw, "parallel3d") | kept}, blocks["model"]
+    return {**raw, "parallel3d": reader.block_at(raw, "parallel3d") | kept}, settings
+
+
+def _without(block: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in block.items() if key not in names}
 
 
 def _sizes(base: dict[str, Any], model: dict[str, Any], file: Path) -> _Sizes:

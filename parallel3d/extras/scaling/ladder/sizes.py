@@ -31,6 +31,18 @@ _BLOCKS = (
 OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "batch_schedule", "stop_after")
 
 
+def settings_of(model: Mapping[str, Any]) -> JsonObject:
+    """Return the settings of a model: the fields of its config.json, if it has them in a block."""
+    inner = model.get("config")
+    return inner if isinstance(inner, dict) else dict(model)
+
+
+def with_settings(model: Mapping[str, Any], settings: JsonObject) -> JsonObject:
+    """Return a model with these in place of its settings, where `settings_of` has them."""
+    has_block = isinstance(model.get("config"), dict)
+    return {**model, "config": settings} if has_block else settings
+
+
 def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], path: str) -> Any:
     """Return the model of one size.
 
@@ -42,9 +54,10 @@ def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], pa
     own = dict(size.model)
     head = ladder.head_size
     raise_if_any(_size_problems(ladder, size, base, path))
-    shared = {key: value for key, value in base.items() if key not in SHAPE}
+    settings = {key: value for key, value in settings_of(base).items() if key not in SHAPE}
+    shared = with_settings(base, settings)
     if size.params is not None:
-        return _nearest(ladder, size.params, {**shared, **own}, path)
+        return _nearest(ladder, size.params, _with(shared, own), path)
     width = own["hidden_size"]
     if "num_attention_heads" not in own:
         below = max(1, width // head) * head
@@ -56,21 +69,35 @@ def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], pa
                 f"use {below} or {below + head}, or set num_attention_heads",
             ).error()
         own["num_attention_heads"] = width // head
-    return _checked({**shared, **_inner(ladder, width), **own}, path)
+    return _checked(_with(shared, {**_inner(ladder, width), **own}), path)
+
+
+def _with(model: JsonObject, settings: JsonObject) -> JsonObject:
+    """Return a model with some settings changed."""
+    return with_settings(model, {**settings_of(model), **settings})
 
 
 def _size_problems(
     ladder: LadderConfig, size: SizeConfig, base: Mapping[str, object], path: str
 ) -> Iterator[Problem]:
     """Yield the problems of one size: what the base fixes for all sizes, and what is missing."""
+    settings = settings_of(base)
+    block = "model.config" if "config" in base else "model"
     for name in _INNER:
-        if ladder.mlp_ratio is None and base.get(name) is not None:
+        if ladder.mlp_ratio is None and settings.get(name) is not None:
             yield Problem(
-                f"base.parallel3d.model.{name}",
-                base.get(name),
+                f"base.parallel3d.{block}.{name}",
+                settings.get(name),
                 "would be the same at every size",
                 "remove it, and set mlp_ratio",
             )
+    if ladder.mlp_ratio is None and "config" in base and _INNER[0] not in size.model:
+        yield Problem(
+            "mlp_ratio",
+            None,
+            "would leave every size the inner width that the architecture has by default",
+            "set it",
+        )
     if size.params is None:
         for name in SHAPE[:2]:
             if not isinstance(size.model.get(name), int):
@@ -101,7 +128,7 @@ def _nearest(ladder: LadderConfig, target: float, shared: JsonObject, path: str)
         width = heads * ladder.head_size
         layers = max(1, round(width / ladder.aspect_ratio))
         shape = dict(zip(SHAPE, (layers, width, heads), strict=False))
-        return _checked({**shared, **shape, **_inner(ladder, width)}, path)
+        return _checked(_with(shared, {**shape, **_inner(ladder, width)}), path)
 
     def blocks(heads: int) -> int:
         return count(shaped(heads)).active
@@ -150,8 +177,9 @@ def shared_model(base: Mapping[str, object], source: Path) -> JsonObject:
     or has a value in place of a block that the ladder writes to.
     """
     model = reader.block_at(base, "parallel3d.model")
+    fields = settings_of(model)
     data = reader.block_at(base, "parallel3d.data")
-    vocab = model.get("vocab_size", "auto")
+    vocab = model.get("vocab_size", fields.get("vocab_size", "auto"))
     if vocab == "auto" and data.get("tokenizer", "train") in ("train", "none"):
         vocab = data.get("vocab_size", 4096)  # the trained tokenizer's default
     raise_if_any(_base_problems(base, vocab), str(source))
