@@ -17,8 +17,9 @@ from parallel3d.config import RunConfig, hardware
 from parallel3d.launch import plan as command
 from parallel3d.models.transformers import facts, spec
 from parallel3d.plan.report import plan_rows, plan_table, timeline
+from parallel3d.plan.request import Request
 from parallel3d.plan.search.best_first import search
-from parallel3d.plan.search.plans import Plan, Request
+from parallel3d.plan.search.plans import Plan
 
 CONFIGS = Path(command.__file__).parents[1] / "configs"
 # Colours that can be read on white and on dark.

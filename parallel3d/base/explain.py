@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -104,6 +104,19 @@ def _settings_of_choice(choice: Choice, path: str) -> Iterator[SettingDoc]:
         only = f"{choice.key} {', '.join(choice_names)}" if len(choice_names) < len(names) else ""
         if setting.path != key:
             yield replace(setting, only=only)
+
+
+Checked = TypeVar("Checked", bound=Section)
+
+
+def checked(
+    section: type[Checked], raw: JsonObject, source: str, context: object = None
+) -> Checked:
+    """Return `raw` as a section; raises Problems, which name `source`, for all that is wrong."""
+    try:
+        return section.model_validate(raw, context=context)
+    except ValidationError as error:
+        raise Problems(problems_in(error, raw, section), source) from None
 
 
 def problems_in(error: ValidationError, raw: object, root: type[Section]) -> list[Problem]:

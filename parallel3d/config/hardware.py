@@ -15,7 +15,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    ValidationError,
     ValidationInfo,
     model_validator,
 )
@@ -203,12 +202,18 @@ class Hardware(Section):
         """
         if self.cores is None:
             return 1.0
-        devices = self.sharing(devices)
-        count = self.cores.count.value
         alone = self.cores.alone.get(kind)
+        count = self.cores.count.value
+        devices = self.sharing(devices)
         if devices >= count or alone is None:
-            return max(1.0, devices / count)
+            return self.crowd(devices)
         return alone.value + (1 - alone.value) * (devices - 1) / (count - 1)
+
+    def crowd(self, devices: int) -> float:
+        """Return how many processes share a core's time, of a mesh of `devices`; at least 1."""
+        if self.cores is None:
+            return 1.0
+        return max(1.0, self.sharing(devices) / self.cores.count.value)
 
 
 def user_folder() -> Path:
@@ -277,10 +282,7 @@ def file_of(name: str) -> Path:
 
 def _at(path: Path) -> Hardware:
     raw = {"name": path.stem} | reader.read(path)
-    try:
-        return Hardware.model_validate(raw, context="file")
-    except ValidationError as error:
-        raise Problems(explain.problems_in(error, raw, Hardware), str(path)) from None
+    return explain.checked(Hardware, raw, str(path), context="file")
 
 
 def recognise(device_name: str) -> Hardware | None:

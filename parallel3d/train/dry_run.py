@@ -16,7 +16,8 @@ from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import plan_rows, plan_table
 from parallel3d.plan.report.plan_rows import checkpoint_bytes, choose, choose_gathers
-from parallel3d.plan.search.plans import Plan, choices_json, request_of
+from parallel3d.plan.request import request_of
+from parallel3d.plan.search.plans import Plan, choices_json
 from parallel3d.plan.setting import Setting, leaves_weights_open
 from parallel3d.plan.vocabulary import with_vocabulary
 from parallel3d.train.inputs import missing_inputs

@@ -7,7 +7,7 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.digest import digest_of
-from parallel3d.plan.search.plans import with_vocabulary
+from parallel3d.plan.vocabulary import with_vocabulary
 
 pytestmark = pytest.mark.pure
 

@@ -7,8 +7,8 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
 from parallel3d.plan.report.plan_table import nothing_fits
+from parallel3d.plan.request import request_of
 from parallel3d.plan.search.best_first import search
-from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.vocabulary import with_vocabulary
 from tests.config.configs import raw
 

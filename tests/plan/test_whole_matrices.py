@@ -8,8 +8,8 @@ from parallel3d.config import RunConfig
 from parallel3d.model.matrices import deal, imbalance, matrices_of, newton_schulz_cost
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.report.plan_rows import checkpoint_bytes
+from parallel3d.plan.request import request_of
 from parallel3d.plan.search.best_first import search
-from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import curves_for, machine_of
 from parallel3d.plan.time.sharding import slowest_matrix_work

@@ -4,9 +4,9 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
+from parallel3d.plan.request import request_of
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.best_first import search
-from parallel3d.plan.search.plans import request_of
 from parallel3d.schedule import schedules
 from tests.plan.toy_cluster import config, machine
 

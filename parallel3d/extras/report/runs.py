@@ -23,7 +23,8 @@ from parallel3d.extras.report.page import Part, Plots, figures, html, png, style
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.report import explain_run, plan_rows
 from parallel3d.plan.report.plan_table import count
-from parallel3d.plan.search.plans import Plan, request_of
+from parallel3d.plan.request import request_of
+from parallel3d.plan.search.plans import Plan
 from parallel3d.plan.setting import Setting, Workload
 
 if TYPE_CHECKING:  # importing matplotlib takes a second

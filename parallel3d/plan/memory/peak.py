@@ -14,10 +14,8 @@ from parallel3d.plan.layers.placement import (
     most_in_flight,
     stages_on,
 )
-from parallel3d.plan.layers.weight_counts import sizes
 from parallel3d.plan.memory.activations import StageActivations, stage_activations
 from parallel3d.plan.memory.moments import CoordinateRank
-from parallel3d.plan.memory.states import states
 from parallel3d.plan.setting import RankShare, Setting
 from parallel3d.schedule.schedules import splits_backward
 
@@ -103,32 +101,6 @@ def _rank(setting: Setting, coord: int, hardware: Hardware | None) -> Coordinate
     layers = tuple([parts[s] for s in home])
     stages = _stages(setting, layers, on_cpu)
     return CoordinateRank(setting, coord, home, layers, stages, on_cpu)
-
-
-def least_on_first(
-    setting: Setting, hardware: Hardware | None, activations: int | None = None
-) -> tuple[int, int]:
-    """Return cheap lower bounds on the first rank's bytes of device and of host memory.
-
-    - `activations`: its activations in flight; by default `least_in_flight`.
-    """
-    s = setting
-    parts = _parts(s)
-    layers = tuple([parts[i] for i in _homes(s)[0]])
-    own = sizes(layers, s.mesh.tp, s.persistence, s.flow.ep)
-    held = states(s, own, is_cpu(hardware))
-    shard = held.shard if held.standing else 0
-    device = held.weights + held.optimizer + held.buffers + shard
-    if s.state.zero_stage == 3 and s.state.weights == "per_step" and s.mesh.dp > 1:
-        device += own.params * s.workload.bytes_per_element  # all were gathered before a backward
-    device += least_in_flight(s, hardware) if activations is None else activations
-    most = most_in_flight(s.actions)[0]
-    # If some forward runs after a backward, it runs beside gradients. But several stages need not
-    # have unreduced gradients while most microbatches are in flight.
-    stages = s.order.stages_per_rank
-    if most < s.num_microbatches * stages and (stages == 1 or not held.unreduced):
-        device += held.unreduced or held.shard - shard
-    return device + margin(device, hardware) + nccl_estimate(s, 0, hardware), held.host
 
 
 def least_in_flight(setting: Setting, hardware: Hardware | None) -> int:

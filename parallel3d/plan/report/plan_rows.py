@@ -18,9 +18,10 @@ from parallel3d.plan.report import explain_run, plan_table
 from parallel3d.plan.report.explain_run import Explanation
 from parallel3d.plan.report.from_run import correction_of
 from parallel3d.plan.report.plan_table import lines_of, nothing_fits, three
+from parallel3d.plan.request import CHOICES, Request, request_of
 from parallel3d.plan.search.best_first import Ranking, search
 from parallel3d.plan.search.candidates import gathered_longest
-from parallel3d.plan.search.plans import CHOICES, Plan, Request, request_of
+from parallel3d.plan.search.plans import Plan
 from parallel3d.plan.search.remedy import evaluate, gib, room_of, worst
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.step import step_time

@@ -1,34 +1,37 @@
 """Best-first search for the fastest plans of a request, without evaluating every plan.
 
-1. A heap orders nodes by a lower bound on the seconds of a step. It starts with one node per mesh,
-   micro batch and recomputation.
-2. The first node is split: into schedules and ZeRO stages, then into the offloads that fit. A
-   setting that remains is simulated and goes back with its exact seconds.
-3. A simulated plan at the top of the heap is the fastest that is left.
+A heap orders nodes by a lower bound on the seconds of a step. Its first node is replaced by the
+nodes that it stands for, until it is a plan; that plan is the fastest that is left:
+
+1. a mesh with micro batch and recomputation: all schedules;
+2. with a schedule: the ZeRO states that fit, without those that a simpler one makes needless;
+3. with a ZeRO state: the simulated step.
 
 A test compares the rows with an exhaustive search.
 """
 
 import gc
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heapify, heappop, heappush, nsmallest
 from itertools import count, islice
-from typing import NamedTuple
 
+from parallel3d.base import explain
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.model.recompute import FULL, NONE, Recompute
 from parallel3d.plan.layers.placement import blocks_in_stages
-from parallel3d.plan.memory.peak import least_in_flight, least_on_first
+from parallel3d.plan.memory.peak import least_in_flight, peak_of
+from parallel3d.plan.request import FixedChoices, Request
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import setting_of
-from parallel3d.plan.search.plans import Plan, Request
-from parallel3d.plan.search.remedy import all_fit, evaluate, room_of, with_fewest_in_full, worst
-from parallel3d.plan.setting import PLAIN, Choices, Flow, Setting, ZeroState
+from parallel3d.plan.search.plans import Plan
+from parallel3d.plan.search.remedy import all_fit, evaluate, room_of, worst
+from parallel3d.plan.setting import PLAIN, Flow, Order, Setting, ZeroState
 from parallel3d.plan.time.operators import curves_for
-from parallel3d.plan.time.step import costs_of, lower_bound, step_time
-from parallel3d.schedule.sharding import Weights
+from parallel3d.plan.time.step import costs_of, lower_bound, passes_bound, step_time
 
 TOO_LARGE = 5  # the most plans that do not fit
 OFFLOAD_GAIN = 0.1
@@ -37,8 +40,7 @@ CP_GAIN = 0.03
 """The share of a step that context parallelism must save: less is within the planner's error."""
 COPIES_GAIN = 0.03
 """The share of a step that copies of ZeRO's shards must save, for the same reason."""
-_OF_A_MESH = 4  # settings of a mesh that are compared to find the one with the least memory
-_SAFE = 1 - 1e-9  # a bound and a simulation may be rounded differently
+_SAFE = 1 - 1e-8  # plans are ordered by seconds of nine digits
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def search(request: Request, rows: int = 20, per_mesh: int | None = None) -> Ran
     across nodes counts only if nothing else fits. Raises ConfigError if no mesh is possible or the
     hardware lacks a figure.
     """
-    candidates.check_fixed(request.fixed)
+    explain.checked(FixedChoices, dict(request.fixed), "--fix")
     candidates.refuse_empty(request)
     all_meshes = tuple(candidates.meshes(request))
     node = request.hardware.sharing(request.devices)
@@ -103,34 +105,32 @@ def _too_large(
 def _leanest(request: Request, meshes: tuple[MeshSizes, ...]) -> list[Setting]:
     """Return the settings with the least memory of TOO_LARGE meshes, the smallest first.
 
-    A mesh's is found among the _OF_A_MESH whose first rank needs least.
+    A mesh's has the smallest micro batch, the most recomputation, and the first rank that needs
+    least.
     """
-    smallest = request.fixed.get("micro_batch", 1)
 
-    def size(choices: Choices) -> tuple[int, Choices]:
-        setting = setting_of(request, *choices)
-        return least_on_first(setting, request.hardware)[0], choices
+    def size(flow: Flow) -> tuple[int, int]:
+        return flow.micro_batch, -flow.recompute.strength
+
+    def first(setting: Setting) -> int:
+        return peak_of(setting, 0, request.hardware).total
 
     def total(setting: Setting) -> int:
         return worst(setting, request.hardware).total
 
     leanest = []
     for mesh in meshes:
-        flows = [f for f in candidates.flows(request, mesh) if f.micro_batch == smallest]
-        near = nsmallest(_OF_A_MESH, candidates.choices(request, flows), key=size)
-        if near:
-            leanest.append(min((setting_of(request, *choices) for choices in near), key=total))
+        flows = candidates.flows(request, mesh)
+        least = min(map(size, flows), default=None)
+        choices = candidates.choices(request, [flow for flow in flows if size(flow) == least])
+        settings = [setting_of(request, *each) for each in choices]
+        if settings:
+            leanest.append(min(settings, key=first))
     return nsmallest(TOO_LARGE, leanest, key=total)
 
 
-class Candidate(NamedTuple):
-    """A setting whose first rank may fit; its other ranks are looked at when it is the fastest.
-
-    - `activations`: a lower bound on the bytes in flight on its first rank.
-    """
-
-    setting: Setting
-    activations: int
+Bounded = Iterator[tuple[float, "Node"]]  # nodes with lower bounds on their seconds
+Node = Callable[[], Bounded] | Plan  # a function returns what its node stands for
 
 
 class _Search:
@@ -138,91 +138,92 @@ class _Search:
 
     def __init__(self, request: Request, meshes: tuple[MeshSizes, ...], times: int = 1) -> None:
         self.request = request
+        self.meshes = meshes
         self.hardware = request.hardware
         self.curves = curves_for(request.hardware)
         device, host = room_of(request.hardware)
         self.room = times * device, host  # bytes
-        # The time to accumulate gradients depends on the ZeRO stage; floors leave it out.
+        # The time to accumulate gradients depends on the ZeRO stage; bounds for all leave it out.
         software = replace(request.workload.software, gradient_bytes=0)
-        self._floors_workload = replace(request.workload, software=software)
-        flows = [flow for mesh in meshes for flow in candidates.flows(request, mesh)]
-        self.floors = sorted((self._floor(flow), flow) for flow in flows)
+        self._passes = replace(request.workload, software=software)
 
     def best_first(self, per_mesh: int) -> Iterator[Plan]:
         """Yield the plans that fit, fastest first; among equally fast plans the simplest first."""
-        serial = count()
         num_plans = Counter[MeshSizes]()
-        heap: list[
-            tuple[float, tuple[object, ...], int, MeshSizes, Flow | Candidate | Setting | Plan]
-        ] = []
-        for floor, flow in self.floors:
-            heap.append((floor * self._way(flow), (), next(serial), flow.mesh, flow))
+        serial = count()
+        heap: list[tuple[float, tuple[object, ...], int, MeshSizes, Node]] = []
+        for mesh in self.meshes:
+            for flow in candidates.flows(self.request, mesh):
+                node = partial(self._schedules, flow)
+                heap.append((self.floor(flow), (), next(serial), mesh, node))
         heapify(heap)
         while heap:
-            *_, mesh, node = heappop(heap)
+            *_, mesh, first = heappop(heap)
             if num_plans[mesh] >= per_mesh:
                 continue
-            if isinstance(node, Plan):
+            if isinstance(first, Plan):
                 num_plans[mesh] += 1
-                yield node
+                yield first
                 continue
-            for bound, part in self._split(node):
+            for bound, part in first():
                 rank = simplicity(part) if isinstance(part, Plan) else ()
                 heappush(heap, (bound, rank, next(serial), mesh, part))
 
-    def _split(
-        self, node: Flow | Candidate | Setting
-    ) -> Iterator[tuple[float, Candidate | Setting | Plan]]:
-        """Yield the nodes that a node is split into, each with its lower bound in seconds."""
-        if isinstance(node, Flow):
-            for order in candidates.orders(self.request, node):
-                plain = setting_of(self.request, node, order, PLAIN)
-                activations = least_in_flight(plain, self.hardware)
-                if activations <= self.room[0]:
-                    yield from self._candidates(Candidate(plain, activations), None)
-        elif isinstance(node, Candidate):
-            settings = (node.setting.gathering(way) for way in self._ways(node.setting.state))
-            setting = next((s for s in settings if all_fit(s, self.hardware, self.room)), None)
-            if setting is None:
-                yield from self._candidates(node, node.setting.state)
+    def _schedules(self, flow: Flow) -> Bounded:
+        for order in candidates.orders(self.request, flow):
+            setting = setting_of(self.request, flow, order, PLAIN)
+            if least_in_flight(setting, self.hardware) <= self.room[0]:
+                yield self.bound_of_passes(setting), partial(self._states, flow, order)
+
+    def _states(self, flow: Flow, order: Order, without: ZeroState | None = None) -> Bounded:
+        """Yield the states that count if `without` does not fit."""
+        for state, simpler in candidates.states_in_turn(self.request, flow.mesh):
+            if simpler == without and candidates.go_together(flow, order, state):
+                setting = setting_of(self.request, _fastest(flow), order, state)
+                yield self._bound(setting), partial(self._fit, flow, order, state)
+
+    def _fit(self, flow: Flow, order: Order, state: ZeroState) -> Bounded:
+        setting = self._fitting(flow, order, state)
+        if setting is None:
+            yield from self._states(flow, order, state)
+            return
+        if candidates.opens_recompute(self.request) and flow.recompute == FULL:
+            setting = self._with_fewest_in_full(setting)
+            if setting.flow.recompute == NONE:  # it has its own flow
                 return
-            if candidates.opens_recompute(self.request) and setting.flow.recompute == FULL:
-                setting = with_fewest_in_full(
-                    setting, self.hardware, self.room, self._least_full(setting)
-                )
-                if setting.flow.recompute == NONE:  # it has its own flow
-                    return
-            yield self._bound(setting), setting
-        else:
-            time = step_time(node, self.hardware, self.curves)
-            plan = Plan(self.request, node, worst(node, self.hardware), time)
-            yield float(f"{time.seconds * self._handicap(node):.9g}"), plan
+        yield self._bound(setting), partial(self._simulated, setting)
 
-    def _candidates(
-        self, like: Candidate, without: ZeroState | None
-    ) -> Iterator[tuple[float, Candidate]]:
-        """Yield candidates with the states that count if the one `without` does not fit."""
-        flow, order, _ = like.setting.choices
-        for state in candidates.fallbacks(self.request, flow.mesh)[without]:
-            if not candidates.go_together(flow, order, state):
-                continue
-            lean = state._replace(weights=self._ways(state)[-1])
-            leanest = setting_of(self.request, flow, order, lean)
-            device, host = least_on_first(leanest, self.hardware, like.activations)
-            if device > self.room[0] or host > self.room[1]:
-                yield from self._candidates(like, state)
-                continue
-            fastest = setting = setting_of(self.request, flow, order, state)
-            if flow.recompute == FULL:
-                fewest = Recompute(full_layers=max(1, self._least_full(leanest)))
-                fastest = setting.recomputing(fewest)
-            yield self._bound(fastest), Candidate(setting, like.activations)
+    def _simulated(self, setting: Setting) -> Bounded:
+        time = step_time(setting, self.hardware, self.curves)
+        plan = Plan(self.request, setting, worst(setting, self.hardware), time)
+        yield float(f"{time.seconds * self.handicap(setting):.9g}"), plan
 
-    def _ways(self, state: ZeroState) -> tuple[Weights, ...]:
-        """Return how long a state's weights may stay gathered, fastest first."""
-        return candidates.ways(self.request, state.zero_stage, state.offload_param)
+    def _fitting(self, flow: Flow, order: Order, state: ZeroState) -> Setting | None:
+        """Return a setting whose weights stay gathered for the longest time that fits, or None."""
+        for way in candidates.ways(self.request, state.zero_stage, state.offload_param):
+            setting = setting_of(self.request, flow, order, state._replace(weights=way))
+            if all_fit(setting, self.hardware, self.room):
+                return setting
+        return None
 
-    def _handicap(self, setting: Setting) -> float:
+    def _with_fewest_in_full(self, setting: Setting) -> Setting:
+        """Return a setting with as few layers as fit recomputed in full; "none" if none need be."""
+
+        def fits(num_layers: int) -> bool:
+            fewer = setting.recomputing(Recompute(full_layers=num_layers))
+            return all_fit(fewer, self.hardware, self.room)
+
+        all_layers = max(blocks_in_stages(setting))
+        enough = bisect_left(range(all_layers), True, key=fits)
+        if enough == all_layers:
+            return setting
+        return setting.recomputing(Recompute(full_layers=enough))
+
+    def _bound(self, setting: Setting) -> float:
+        seconds = lower_bound(setting, self.hardware, self.curves)
+        return _SAFE * seconds * self.handicap(setting)
+
+    def handicap(self, setting: Setting) -> float:
         """Return the factor on a plan's seconds by which plans are ordered: 1 for simple ones."""
         factor = 1.0
         # If host and device are the same cores, an offload may be faster than none.
@@ -234,40 +235,30 @@ class _Search:
             factor *= 1 + CP_GAIN
         return factor
 
-    def _least_full(self, setting: Setting) -> int:
-        """Return a lower bound on the layers of a stage that must be recomputed to fit."""
-        full, _ = least_on_first(setting, self.hardware)
-        without, _ = least_on_first(setting.recomputing(NONE), self.hardware)
-        over = without - self.room[0]
-        return max(0, over * min(blocks_in_stages(setting)) // max(1, without - full))
+    def floor(self, flow: Flow) -> float:
+        """Return a lower bound on a flow's seconds: the passes of all layers, divided by the ranks.
 
-    def _bound(self, setting: Setting) -> float:
-        """Return a lower bound on the seconds that a setting is ordered by."""
-        seconds = lower_bound(setting, self.hardware, self.curves)
-        return _SAFE * seconds * self._handicap(setting)
-
-    def _floor(self, flow: Flow) -> float:
-        """Return a flow's lower bound: the seconds of all layers' passes divided by the ranks.
-
-        Full recomputation counts as none, because the planner may need it in few layers.
+        If there are fewer microbatches than ranks, one goes through all stages and back, with half
+        of the backwards if they are split.
         """
-        if flow.recompute == FULL:
-            flow = flow._replace(recompute=NONE)
-        request = self.request
         mesh = flow.mesh
-        alone = flow._replace(mesh=mesh._replace(pp=1, dp=mesh.dp * mesh.pp))
-        setting = Setting(self._floors_workload, 1, alone)
-        costs = costs_of(setting, self.hardware, self.curves)
-        seconds = _SAFE * (sum(costs.forward[0]) + sum(costs.backward[0]))
-        return seconds * (request.global_batch_size / mesh.dp / flow.micro_batch / mesh.pp)
+        alone = _fastest(flow)._replace(mesh=mesh._replace(pp=1, dp=mesh.dp * mesh.pp))
+        costs = costs_of(Setting(self._passes, 1, alone), self.hardware, self.curves)
+        num_microbatches = self.request.global_batch_size / mesh.dp / flow.micro_batch
+        ways = max(num_microbatches / mesh.pp, 1.0 if flow.recompute.full_layers else 0.5)
+        seconds = _SAFE * ways * (sum(costs.forward[0]) + sum(costs.backward[0]))
+        return seconds / self.hardware.crowd(mesh.ranks)
 
-    def _way(self, flow: Flow) -> float:
-        """Return a factor on a flow's floor if it has fewer microbatches than pipeline ranks.
+    def bound_of_passes(self, setting: Setting) -> float:
+        """Return a lower bound on the seconds of a flow and a schedule with any ZeRO state."""
+        passes = replace(setting, workload=self._passes, flow=_fastest(setting.flow))
+        seconds = passes_bound(passes, self.hardware, self.curves)
+        return _SAFE * seconds * self.handicap(setting)
 
-        One of them goes through all stages and back, with half of the backwards if they are split.
-        """
-        share = flow.mesh.pp * flow.mesh.dp * flow.micro_batch / self.request.global_batch_size
-        return max(1.0, share if flow.recompute.full_layers else share / 2)
+
+def _fastest(flow: Flow) -> Flow:
+    """Return the flow with no recomputation instead of a full one, which few layers may need."""
+    return flow._replace(recompute=NONE) if flow.recompute == FULL else flow
 
 
 def simplicity(plan: Plan) -> tuple[object, ...]:

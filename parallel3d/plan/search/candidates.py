@@ -4,20 +4,19 @@ The config's own checks rule out what the config would refuse. The schedules are
 parallel3d/schedule/schedules.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import product
 from math import gcd
 
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.base.section import Problem, Problems, nearest
+from parallel3d.base.section import Problem, Problems
 from parallel3d.config import MeshConfig, checks
 from parallel3d.config.model_checks import divisors_of
 from parallel3d.config.parallel3d_block import PipelineConfig
 from parallel3d.model import optimizers
 from parallel3d.model.recompute import FULL, MLP, MODES, NONE, parse
-from parallel3d.plan.search.plans import CHOICES, Request
+from parallel3d.plan.request import Request
 from parallel3d.plan.setting import DEVICES, Choices, Device, Flow, Order, Setting, ZeroState
 from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
@@ -31,16 +30,13 @@ WEIGHTS: tuple[Weights, ...] = ("per_step", "per_pass", "per_microbatch")  # fas
 def meshes(request: Request) -> Iterator[MeshSizes]:
     """Yield every mesh of the request's devices, ordered by pp, tp and cp."""
     longest = max(1, request.workload.seq // LEAST_TOKENS, request.fixed.get("cp", 1))
-    for pp in divisors_of(request.devices):
-        for tp, cp in product(divisors_of(request.devices // pp), repeat=2):
-            dp, rest = divmod(request.devices, pp * cp * tp)
-            if rest or cp > longest:
-                continue
-            mesh = MeshSizes(pp=pp, dp=dp, cp=cp, tp=tp)
-            if dp % request.fixed.get("dp_shards", 1):
-                continue
-            if _is_open(request, **mesh._asdict()) and _is_possible(request, mesh):
-                yield mesh
+    for pp, tp, cp in product(divisors_of(request.devices), repeat=3):
+        dp, rest = divmod(request.devices, pp * cp * tp)
+        mesh = MeshSizes(pp=pp, dp=dp, cp=cp, tp=tp)
+        if rest or cp > longest or not _is_open(request, **mesh._asdict()):
+            continue
+        if _is_possible(request, mesh):
+            yield mesh
 
 
 def opens_recompute(request: Request) -> bool:
@@ -116,38 +112,45 @@ def go_together(flow: Flow, order: Order, state: ZeroState) -> bool:
 def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
     """Return every ZeRO stage, reduction and offload that the engine supports, simplest first.
 
-    On one replica nothing is sharded. Stages 1 and 2 differ only in the reduction
-    (docs/deepspeed.md). `weights` is the fastest choice. With copies of the shards, ZeRO-2 is
-    ZeRO-1: both reduce once a step.
+    `weights` is the fastest choice.
     """
     allowed = []
-    once = request.fixed.get("gradient_reduction") != "per_microbatch"
-    kinds = [(0, True), (3, once)]
-    if mesh.dp * mesh.cp > 1:
-        kinds = [(0, True), (1, True), (2, False), (3, True), (3, False)]
-        if "zero_stage" in request.fixed:  # stages 1 and 2 with either reduction
-            kinds += [(1, False), (2, True)]
-    elif "zero_stage" in request.fixed:
-        kinds = [(stage, once or not stage) for stage in range(4)]
-    for copies, (stage, once), optimizer, param in product(
-        _copies(request, mesh), kinds, DEVICES, DEVICES
-    ):
-        if copies > 1 and (stage, once) in ((0, True), (2, False)):
+    for copies, stage, once in product(_copies(request, mesh), range(4), (True, False)):
+        if not _is_useful(request, mesh, stage, once, copies):
             continue
-        if copies > 1 and stage < 3 and "dp_shards" not in request.fixed:
-            continue  # with one gather a step, flat ZeRO moves fewer bytes
-        if (
-            _is_open(request, zero_stage=stage, offload_optimizer=optimizer, offload_param=param)
-            and _reduces(request, stage, once)
-            and _has_offload(request, stage, optimizer, param)
-        ):
-            way = ways(request, stage, param)[0]
-            allowed.append(ZeroState.of(stage, once, optimizer, param, way, copies))
+        for optimizer, param in product(DEVICES, DEVICES):
+            if _is_open(
+                request, zero_stage=stage, offload_optimizer=optimizer, offload_param=param
+            ) and _has_offload(request, stage, optimizer, param):
+                way = ways(request, stage, param)[0]
+                allowed.append(ZeroState.of(stage, once, optimizer, param, way, copies))
     return tuple(sorted(allowed, key=_simplest))
 
 
 def _simplest(state: ZeroState) -> tuple[int, int, bool, int]:
     return state.num_offloads, state.zero_stage, not state.reduces_once, state.copies
+
+
+def _is_useful(request: Request, mesh: MeshSizes, stage: int, once: bool, copies: int) -> bool:
+    """Return True if no other stage and reduction does the same, and the reduction is open.
+
+    On one replica nothing is sharded. Stages 1 and 2 differ only in the reduction
+    (docs/deepspeed.md), and with copies of the shards both reduce once a step. Below ZeRO-3, with
+    one gather a step, flat ZeRO moves fewer bytes than copies.
+    """
+    is_fixed = "zero_stage" in request.fixed
+    mode = request.fixed.get("gradient_reduction")
+    if stage == 0:
+        return once and copies == 1
+    if copies > 1 and stage < 3 and "dp_shards" not in request.fixed:
+        return False
+    if copies > 1 and stage == 2 and not once:
+        return False
+    if mode is not None and once != PipelineConfig(gradient_reduction=mode).reduces_once(stage):
+        return False
+    if mesh.dp * mesh.cp == 1:
+        return (stage == 3 or is_fixed) and once == (mode != "per_microbatch")
+    return stage == 3 or is_fixed or once == (stage == 1)
 
 
 def _copies(request: Request, mesh: MeshSizes) -> list[int]:
@@ -169,28 +172,27 @@ def _copies(request: Request, mesh: MeshSizes) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def fallbacks(request: Request, mesh: MeshSizes) -> Mapping[ZeroState | None, list[ZeroState]]:
-    """Return for each state of a mesh those that count only if it does not fit.
+def states_in_turn(
+    request: Request, mesh: MeshSizes
+) -> tuple[tuple[ZeroState, ZeroState | None], ...]:
+    """Return a mesh's states, each with a simpler one; it counts only if that one does not fit.
 
-    Under None are those that always count. An offload comes after none, and ZeRO-3 after the
-    highest lower stage that reduces as often: none of them is faster, except an offload where host
-    and device are the same cores.
+    An offload comes after none, and ZeRO-3 after the highest lower stage that reduces as often:
+    none of them is faster, except an offload where host and device are the same cores.
     """
-    after = defaultdict[ZeroState | None, list[ZeroState]](list)
-    simplest: dict[tuple[int, bool, int], ZeroState] = {}
+    bare: dict[tuple[int, bool, int], ZeroState] = {}
     lower: dict[bool, ZeroState] = {}
+    pairs = []
     for state in states(request, mesh):
-        zero = state.zero_stage
-        kind = zero, state.reduces_once, state.copies
-        before = simplest.setdefault(kind, state)
-        if before != state:
-            after[before if request.hardware.cores is None else None].append(state)
-        elif zero == 3:
-            after[lower.get(state.reduces_once)].append(state)
+        simpler = bare.setdefault((state.zero_stage, state.reduces_once, state.copies), state)
+        if simpler is not state:
+            pairs.append((state, simpler if request.hardware.cores is None else None))
+        elif state.zero_stage == 3:
+            pairs.append((state, lower.get(state.reduces_once)))
         else:
-            after[None].append(state)
+            pairs.append((state, None))
             lower[state.reduces_once] = state
-    return after
+    return tuple(pairs)
 
 
 def ways(request: Request, zero_stage: int, offload_param: Device) -> tuple[Weights, ...]:
@@ -232,18 +234,9 @@ def _is_open(request: Request, **choices: object) -> bool:
     return all(fixed.get(name, value) == value for name, value in choices.items())
 
 
-def _reduces(request: Request, zero_stage: int, once: bool) -> bool:
-    """Return True if this reduction is allowed. "auto" leaves it to the ZeRO stage."""
-    mode = request.fixed.get("gradient_reduction")
-    if mode is None or zero_stage == 0:
-        return True
-    return once == PipelineConfig(gradient_reduction=mode).reduces_once(zero_stage)
-
-
 def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: Device) -> bool:
     """Return True if engine (parallel3d/config/checks.py) and hardware support an offload."""
-    places = {optimizer, param} - {"none"}
-    if not places:
+    if optimizer == param == "none":
         return True
     if zero_stage != 3 and (param != "none" or optimizer == "nvme"):
         return False
@@ -254,12 +247,11 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
         return False
     # The planner does not choose a path on disk: NVMe offload needs the config's nvme_path.
     zero = config.zero_optimization
-    paths = {"optimizer": zero.offload_optimizer.nvme_path, "param": zero.offload_param.nvme_path}
-    has_speed = host.nvme_read is not None and host.nvme_write is not None
-    return all(
-        where != "nvme" or (has_speed and paths[what] is not None)
-        for what, where in (("optimizer", optimizer), ("param", param))
-    )
+    for place, section in ((optimizer, zero.offload_optimizer), (param, zero.offload_param)):
+        needed = (host.nvme_read, host.nvme_write, section.nvme_path)
+        if place == "nvme" and None in needed:
+            return False
+    return True
 
 
 def _is_possible(request: Request, mesh: MeshSizes) -> bool:
@@ -269,6 +261,7 @@ def _is_possible(request: Request, mesh: MeshSizes) -> bool:
     return (
         mesh.pp <= len(request.workload.layers)
         and request.common_batch % mesh.dp == 0
+        and mesh.dp % request.fixed.get("dp_shards", 1) == 0
         and not checks.find_problems(sections)
     )
 
@@ -285,36 +278,3 @@ def refuse_empty(request: Request) -> None:
     )
     remedy = "use another number of devices or another train_batch_size, or fix fewer choices"
     raise Problems([Problem("--devices", request.devices, rule, remedy)], "the plan")
-
-
-def check_fixed(fixed: Mapping[str, object]) -> None:
-    """Raise ConfigError for a fixed choice with an unknown name or value."""
-    allowed: dict[str, tuple[object, ...]] = {
-        "schedule": schedules.names(),
-        "zero_stage": (0, 1, 2, 3),
-        "gradient_reduction": ("auto", "per_step", "per_microbatch"),
-        "weights": ("auto", *WEIGHTS),
-        "offload_optimizer": DEVICES,
-        "offload_param": DEVICES,
-        "sequence_parallel": (True, False),
-    }
-    problems = []
-    for name, value in fixed.items():
-        path = f"--fix {name}"
-        if name not in CHOICES:
-            rule = "is not a choice of the planner"
-            problems.append(Problem(path, value, rule, nearest(name, CHOICES)))
-        elif name == "recompute":
-            try:
-                parse(value)
-            except ValueError as error:
-                problems.append(Problem(path, value, *str(error).split("; ", 1)))
-        elif name in allowed and (type(value), value) not in (
-            [(type(choice), choice) for choice in allowed[name]]  # 1, 1.0 and true are not the same
-        ):
-            words = ", ".join(str(choice).lower() for choice in allowed[name])
-            problems.append(Problem(path, value, "is not an allowed value", f"use {words}"))
-        elif name not in allowed and (type(value) is not int or value < 1):
-            problems.append(Problem(path, value, "must be a whole number", "use 1 or more"))
-    if problems:
-        raise Problems(problems, "the plan")

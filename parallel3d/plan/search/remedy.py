@@ -1,15 +1,13 @@
 """Check whether a setting fits, and find the smallest change that makes it fit."""
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from heapq import nsmallest
 
 from parallel3d.config.hardware import Hardware
-from parallel3d.model.recompute import Recompute
-from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import Memory, exceeds, per_rank
+from parallel3d.plan.request import Request
 from parallel3d.plan.search import candidates
-from parallel3d.plan.search.plans import Plan, Request
+from parallel3d.plan.search.plans import Plan
 from parallel3d.plan.setting import Choices, Flow, Order, Setting, ZeroState
 from parallel3d.plan.time.step import step_time
 
@@ -58,22 +56,6 @@ def all_fit(setting: Setting, hardware: Hardware, room: tuple[int, int] | None =
     """
     room = room or room_of(hardware)
     return not any(exceeds(setting, coord, hardware, room) for coord in range(setting.mesh.pp))
-
-
-def with_fewest_in_full(
-    setting: Setting, hardware: Hardware, room: tuple[int, int], least: int
-) -> Setting:
-    """Return a setting that fits with as few layers as fit, from `least` on, recomputed in full.
-
-    If none need be, its recomputation is "none".
-    """
-
-    def fits(way: Recompute) -> bool:
-        return all_fit(setting.recomputing(way), hardware, room)
-
-    ways = [Recompute(full_layers=n) for n in range(least, max(blocks_in_stages(setting)))]
-    enough = bisect_left(ways, True, key=fits)
-    return setting.recomputing(ways[enough]) if enough < len(ways) else setting
 
 
 def worst(setting: Setting, hardware: Hardware) -> Memory:

@@ -5,7 +5,7 @@ what they depend on (passes.py, sharding.py), and combined here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import add, mul, sub
@@ -252,16 +252,22 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
     """
     check_sizes(*setting.actions)
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
-    passes = _ends(setting, costs)
+    crowd = hardware.crowd(setting.mesh.ranks)
+    passes = _ends(setting, costs, crowd)
     seconds = pipeline = _step(costs, passes)
     pipeline -= (
-        _step(costs, _ends(setting, costs, sends=False)) if any(costs.sends.seconds) else seconds
+        _step(costs, _ends(setting, costs, crowd, sends=False))
+        if any(costs.sends.seconds)
+        else seconds
     )
     # The extrapolation of long schedules can fall some thousandths below the lower bound.
-    seconds = max(seconds, _bound(costs, setting))
+    seconds = max(seconds, _bound(costs, setting) / crowd)
     pipeline = max(0.0, pipeline)
     busiest = max(_busy(costs, setting.num_microbatches), key=sum)
     parts = {**busiest._asdict(), "pipeline": pipeline}
+    if crowd > 1:  # the busiest rank has more than its share of the cores
+        share = min(1.0, (seconds - pipeline) / sum(busiest))
+        parts |= {name: share * value for name, value in busiest._asdict().items()}
     parts["bubble"] = max(0.0, seconds - sum(parts.values()))
     parts = {name: parts[name] for name in TIMES}
     return StepTime(sum(parts.values()), parts, _bubble(costs, setting, passes))
@@ -273,8 +279,29 @@ def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = Non
     return simulate(make_schedule(*setting.actions), costs.seconds)
 
 
-def _ends(setting: Setting, costs: ActionCosts, sends: bool = True) -> list[CoordinateEnd]:
-    return ends(setting.actions, costs.seconds, sends)
+def _ends(
+    setting: Setting, costs: ActionCosts, crowd: float, sends: bool = True
+) -> list[CoordinateEnd]:
+    """Return the ends of the passes; `crowd` processes share a core's time.
+
+    Costs are those of processes that are all busy. An idle one leaves its share to the others: the
+    passes take as long as with a core each, or as the work of all on the cores that there are.
+    """
+    passes = ends(setting.actions, costs.seconds, sends)
+    if crowd == 1:
+        return passes
+    work = _work(costs, setting) / costs.layout.pp
+    return [CoordinateEnd(max(end.seconds / crowd, work), end.waited / crowd) for end in passes]
+
+
+def _work(costs: ActionCosts, setting: Setting) -> float:
+    """Return the seconds of all coordinates' forwards and backwards."""
+    layout = costs.layout
+    each = []
+    for coord_class in layout.coord_class_of:
+        for stage_class in layout.coords[coord_class]:
+            each.append(sum(costs.forward[stage_class]) + sum(costs.backward[stage_class]))
+    return setting.num_microbatches * sum(each)
 
 
 def _step(costs: ActionCosts, ends: list[CoordinateEnd]) -> float:
@@ -292,13 +319,7 @@ def _step(costs: ActionCosts, ends: list[CoordinateEnd]) -> float:
 
 
 def _bubble(costs: ActionCosts, setting: Setting, passes: list[CoordinateEnd]) -> float:
-    layout = costs.layout
-    each = []
-    for coord_class in layout.coord_class_of:
-        for stage_class in layout.coords[coord_class]:
-            each.append(sum(costs.forward[stage_class]) + sum(costs.backward[stage_class]))
-    busy = setting.num_microbatches * sum(each)
-    return idle_fraction(busy, layout.pp, max(end.seconds for end in passes))
+    return idle_fraction(_work(costs, setting), costs.layout.pp, max(end.seconds for end in passes))
 
 
 def _busy(costs: ActionCosts, num_microbatches: int) -> list[SecondsByPart]:
@@ -327,7 +348,16 @@ def lower_bound(setting: Setting, hardware: Hardware, curves: Curves | None = No
 
     If backwards are split, other stages do not wait for the half that computes weight gradients.
     """
-    return _bound(costs_of(setting, hardware, curves or curves_for(hardware)), setting)
+    costs = costs_of(setting, hardware, curves or curves_for(hardware))
+    return _bound(costs, setting) / hardware.crowd(setting.mesh.ranks)
+
+
+def passes_bound(setting: Setting, hardware: Hardware, curves: Curves) -> float:
+    """Return a lower bound on the seconds of a step's passes, without what happens once a step."""
+    costs = costs_of(setting, hardware, curves)
+    nothing = tuple([SecondsByPart()] * len(costs.before))
+    passes = replace(costs, before=nothing, reduce=nothing, hideable=(0.0,), after=nothing)
+    return _bound(passes, setting) / hardware.crowd(setting.mesh.ranks)
 
 
 def _bound(costs: ActionCosts, setting: Setting) -> float:

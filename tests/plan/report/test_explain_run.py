@@ -10,7 +10,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.plan.report.explain_run import explain_run, measured_parts, planned_parts
 from parallel3d.plan.report.plan_rows import as_written
-from parallel3d.plan.search.plans import request_of
+from parallel3d.plan.request import request_of
 from tests.plan.toy_cluster import config, machine
 
 pytestmark = pytest.mark.pure

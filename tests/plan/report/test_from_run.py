@@ -10,8 +10,8 @@ from parallel3d.plan.report import from_run
 from parallel3d.plan.report.explain_run import explain_run, planned_parts
 from parallel3d.plan.report.from_run import Correction, correction_of
 from parallel3d.plan.report.plan_rows import as_written
+from parallel3d.plan.request import request_of
 from parallel3d.plan.search.best_first import search
-from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.time.step import step_time
 from tests.plan.report.test_explain_run import as_planned, plan_of
 from tests.plan.toy_cluster import config, machine

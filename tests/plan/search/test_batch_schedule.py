@@ -4,8 +4,8 @@ import pytest
 
 from parallel3d.config import RunConfig
 from parallel3d.plan.report.plan_rows import apply, as_written
+from parallel3d.plan.request import request_of
 from parallel3d.plan.search.best_first import search
-from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.setting import Setting
 from tests.plan.toy_cluster import GIB, config, machine
 

@@ -5,9 +5,9 @@ import pytest
 from parallel3d.config import RunConfig
 from parallel3d.plan.report.plan_rows import apply
 from parallel3d.plan.report.plan_table import lines_of
+from parallel3d.plan.request import request_of
 from parallel3d.plan.search import candidates, plans
 from parallel3d.plan.search.best_first import search
-from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import evaluate
 from tests.plan.settings import A100
 

@@ -7,9 +7,9 @@ from parallel3d.config import RunConfig, hardware
 from parallel3d.plan.layers.placement import model_of
 from parallel3d.plan.layers.weight_counts import weights_of_kind
 from parallel3d.plan.memory.peak import fullest
+from parallel3d.plan.request import request_of
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.best_first import search
-from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.time.network import RankGroup, all_to_all_seconds
 from parallel3d.plan.time.operators import curves_for
 from parallel3d.plan.time.step import step_time

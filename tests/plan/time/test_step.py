@@ -175,6 +175,24 @@ def test_bubble_of_equal_stages_is_that_of_the_schedule(
                 assert bound == pytest.approx(time.seconds, rel=0.002), (pp, count, per_rank)
 
 
+@pytest.mark.parametrize(("count", "shares"), [(1, 1.0), (4, 16 / 14), (64, 128 / 67)])
+def test_idle_ranks_leave_their_cores_to_others(count: int, shares: float) -> None:
+    """Four stages on two cores: a microbatch passes them one by one, many keep both busy.
+
+    With a core each, count + 3 passes of a stage follow one another; two cores compute 4 count / 2.
+    """
+    setting = new_setting(products(4, 256), 64, Shape(1, 64), count, pp=4, zero_stage=0)
+    base = replace(IDEAL, overhead_per_operator=0.0)
+    described = A100.model_copy(update={"link": link(1e30), "network": link(1e30)})
+
+    def seconds(num_cores: int) -> float:
+        cores = Cores(count=figure(num_cores), alone={})
+        return step_time(setting, described.model_copy(update={"cores": cores}), base).seconds
+
+    assert seconds(2) / seconds(4) == pytest.approx(shares, rel=0.02)
+    assert lower_bound(setting, described, base) > 0
+
+
 def test_step_of_one_rank_is_three_forwards_per_microbatch() -> None:
     setting = new_setting(products(3, 1 << 12), 64, Shape(1, 64), 5, zero_stage=0)
     rate = A100.matmul_flops["bf16"].value

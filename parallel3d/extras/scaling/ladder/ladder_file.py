@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict, ValidationError
+from pydantic import BeforeValidator, Field, Strict
 
 from parallel3d.base import explain, reader
-from parallel3d.base.section import PathText, Problem, Problems, Section
+from parallel3d.base.section import PathText, Problem, Section
 
 Devices = Annotated[int, Field(gt=0, le=10**9)]
 # The bounds are far above any real run, and keep products of such numbers finite.
@@ -235,10 +235,7 @@ def load(name: str) -> tuple[LadderConfig, dict[str, Any], Path]:
     """
     file = reader.find(name)
     raw = reader.read(file)
-    try:
-        ladder = LadderConfig.model_validate(raw)
-    except ValidationError as error:
-        raise Problems(explain.problems_in(error, raw, LadderConfig), str(file)) from None
+    ladder = explain.checked(LadderConfig, raw, str(file))
     base = ladder.base
     if isinstance(base, str):
         beside = file.parent / base

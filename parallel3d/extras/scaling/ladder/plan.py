@@ -27,7 +27,7 @@ from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import plan_rows
 from parallel3d.plan.report.plan_rows import choose
-from parallel3d.plan.search.plans import request_of
+from parallel3d.plan.request import request_of
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 
