@@ -222,6 +222,7 @@ def _render_file(
     skips = Skips()
     total = max(1, os.path.getsize(path) // MEGABYTE)
     num_rows = 0
+    ready: list[dict[str, Any]] = []
 
     def on_bytes(count: int) -> None:
         progress("rendering conversations (MB)", min(count // MEGABYTE, total), total)
@@ -230,7 +231,14 @@ def _render_file(
         pa.OSFile(str(folder / "chat.arrow"), "wb") as sink,
         pa.ipc.new_stream(sink, schema) as stream,
     ):
-        ready: list[dict[str, Any]] = []
+
+        def write() -> None:
+            nonlocal num_rows
+            if ready:
+                stream.write_batch(pa.RecordBatch.from_pylist(ready, schema))
+            num_rows += len(ready)
+            ready.clear()
+
         for row, value in _values(path, config.max_line_bytes, on_bytes):
             place = place_of("jsonl" if isinstance(value, bytes) else "parquet", path, row)
             try:
@@ -242,12 +250,8 @@ def _render_file(
             if config.on_error == "stop" and len(skips.listed) == LISTED:
                 break
             if len(ready) == ROWS_PER_BATCH:
-                stream.write_batch(pa.RecordBatch.from_pylist(ready, schema))
-                num_rows += len(ready)
-                ready.clear()
-        if ready:
-            stream.write_batch(pa.RecordBatch.from_pylist(ready, schema))
-            num_rows += len(ready)
+                write()
+        write()
     _refuse(skips, config, num_rows)
     content = {"counts": skips.counts, "listed": skips.listed, "num_rows": num_rows}
     (folder / "skips.json").write_text(json.dumps(content))

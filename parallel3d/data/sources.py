@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError, DataError, first_line
-from parallel3d.base.hub_access import why_unreachable
+from parallel3d.base.hub_access import is_path, why_unreachable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -252,7 +252,7 @@ def _load(
     import datasets
 
     folder = Path(name)
-    if not folder.is_dir() and (name.startswith((".", "~", "/")) or name.count("/") > 1):
+    if is_path(name) and not folder.is_dir():
         raise DataError(
             f"{place} is not a folder; use the path of a folder, or a name such as owner/dataset"
         )

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from parallel3d.base.errors import DataError, first_line
-from parallel3d.base.hub_access import why_unreachable
+from parallel3d.base.hub_access import is_path, why_unreachable
 from parallel3d.data.lines import Piece
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def check_name(name: str) -> None:
             f"data.tokenizer = {name!r} is a file; use the directory that contains tokenizer.json"
             f" and tokenizer_config.json, such as {str(path.parent)!r}"
         )
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    if is_path(name):
         raise DataError(
             f"data.tokenizer = {name!r} is not a directory; use a directory that contains"
             " tokenizer.json, a name on the Hugging Face hub, or for text 'train'"

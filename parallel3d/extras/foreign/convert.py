@@ -320,15 +320,21 @@ def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:
     values |= {"parallel3d.train.steps": steps, "parallel3d.train.lr_schedule.warmup_steps": warmup}
     if style == "constant" or start >= steps:
         return
-    values["parallel3d.train.lr_schedule.type"] = "wsd" if is_late else style
+    _set_decay(values, "wsd" if is_late else style)
     if is_late:
         values["parallel3d.train.lr_schedule.decay_steps"] = min(end, steps) - start
     if is_late and shape != "1-sqrt":
         yield Row("DIFFERS", "shape of the decay", shape, why='that of "wsd" is 1 - sqrt')
     if end != steps:
         yield Row("DIFFERS", "last step of the decay", end, why=f"the run's last, {steps}")
-    if lr := values.get("optimizer.params.lr"):
-        values["parallel3d.train.lr_schedule.min_ratio"] = round(values.get("@min_lr", lr) / lr, 6)
+
+
+def _set_decay(values: dict[str, Any], style: str) -> None:
+    """Set the type of the schedule, and its last rate relative to the peak, if that is known."""
+    values[f"{_LR_SCHEDULE}.type"] = style
+    rate = values.get("optimizer.params.lr")
+    if isinstance(rate, int | float) and rate:
+        values[f"{_LR_SCHEDULE}.min_ratio"] = round(values.get("@min_lr", rate) / rate, 6)
 
 
 def _add_schedule_of_epochs(values: dict[str, Any], style: str) -> Iterator[Row]:
@@ -344,10 +350,7 @@ def _add_schedule_of_epochs(values: dict[str, Any], style: str) -> Iterator[Row]
         why = f"a fraction of unknown steps; set {_LR_SCHEDULE}.warmup_steps"
         yield Row("DIFFERS", "warm-up", fraction, why=why)
     if style != "constant":
-        values[f"{_LR_SCHEDULE}.type"] = style
-        rate = values.get("optimizer.params.lr")
-        if isinstance(rate, float) and rate:
-            values[f"{_LR_SCHEDULE}.min_ratio"] = round(values.get("@min_lr", rate) / rate, 6)
+        _set_decay(values, style)
 
 
 def _add_data(values: dict[str, Any], token_format: str) -> Iterator[Row]:

@@ -162,8 +162,7 @@ def fit_decays(
 
 
 def _base(points: Points, estimator: Estimator) -> dict[str, float]:
-    unique = points.tokens if points.unique is None else points.unique
-    once = points.take(unique >= points.tokens * (1 - 1e-6))
+    once = points.take(points.known_unique >= points.tokens * (1 - 1e-6))
     try:
         fit = fit_law(once, PARAMETRIC, estimator, draws=0, brief=True)
     except ConfigError as problem:

@@ -8,7 +8,15 @@ import numpy as np
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.reader import JsonObject
 from parallel3d.extras.scaling.estimator import EXPONENTS, Estimator, Law, Model, SumModel
-from parallel3d.extras.scaling.points import SAME, SAME_BUDGET, Array, Fit, Points, groups
+from parallel3d.extras.scaling.points import (
+    SAME,
+    SAME_BUDGET,
+    Array,
+    Fit,
+    Points,
+    errors_of,
+    groups,
+)
 
 
 def fit_law(
@@ -189,15 +197,12 @@ def held_out(points: Points, law: Law, estimator: Estimator) -> JsonObject | Non
     best, _ = estimator.search(model, model.starts(weights, each=3), weights)
     predicted = law.loss(_natural(model, best.theta), largest.params, largest.tokens)
     rows = zip(largest.names, predicted.tolist(), largest.loss.tolist(), strict=True)
-    errors = predicted / largest.loss - 1
     return {
         "points": len(largest),
         "fitted_on": len(rest),
         "flops": [float(largest.flops.min()), float(largest.flops.max())],
         "fitted_flops": [float(rest.flops.min()), float(rest.flops.max())],
-        "mean_error": float(np.mean(np.abs(errors))),
-        "bias": float(np.mean(errors)),
-        "worst_error": float(np.max(np.abs(errors))),
+        **errors_of(predicted, largest.loss),
         "rows": [dict(zip(("row", "predicted", "loss"), row, strict=True)) for row in rows],
     }
 
@@ -207,8 +212,7 @@ def noise_floor(points: Points) -> JsonObject | None:
 
     Returns None if no two runs are equal.
     """
-    unique = points.tokens if points.unique is None else points.unique
-    keys = np.column_stack([points.params, points.tokens, unique])
+    keys = np.column_stack([points.params, points.tokens, points.known_unique])
     _, group, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
     if (repeated := counts > 1).sum() == 0:
         return None

@@ -100,6 +100,11 @@ class Points:
         return replace(rest, dropped=(*self.dropped, *gone))
 
     @property
+    def known_unique(self) -> Array:
+        """Unique training tokens; all tokens, if these are not known."""
+        return self.tokens if self.unique is None else self.unique
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the sizes, tokens, FLOPs and losses, independent of the order of points."""
         columns = (self.params, self.tokens, self.flops, self.loss)
@@ -218,7 +223,7 @@ def _repeats(rows: Array, names: Sequence[str]) -> dict[int, str]:
 
 def _diverged(points: Points) -> dict[int, str]:
     """Return index -> reason of the runs with a far higher loss than a smaller, shorter run."""
-    unique = points.tokens if points.unique is None else points.unique
+    unique = points.known_unique
     reasons = {}
     for i, loss in enumerate(points.loss):
         below = (points.params <= points.params[i]) & (points.tokens <= points.tokens[i])
@@ -322,6 +327,16 @@ class Fit:
             raise ConfigError(
                 f"--fit {path}: is not a fit; name a fit.json of `scale fit`"
             ) from None
+
+
+def errors_of(predicted: Array, losses: Array) -> dict[str, float]:
+    """Return the mean, the bias and the worst of the relative errors of predicted losses."""
+    errors = predicted / losses - 1
+    return {
+        "mean_error": float(np.mean(np.abs(errors))),
+        "bias": float(np.mean(errors)),
+        "worst_error": float(np.max(np.abs(errors))),
+    }
 
 
 def interval(draws: Array | None) -> Interval:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel3d.extras.scaling.points import Array, interval
+from parallel3d.extras.scaling.points import Array, errors_of, interval
 
 LEAST = 4
 """The smallest number of budgets that determine the law."""
@@ -173,7 +173,7 @@ def back_test(bests: Sequence[BestLoss]) -> list[dict[str, object]]:
                     "interval": interval(law.run(losses, best.variance)),
                 }
             )
-        errors = np.array([row["predicted"] / row["loss"] - 1 for row in rows])
+        predicted, losses = np.array([[row["predicted"], row["loss"]] for row in rows]).T
         tests.append(
             {
                 "points": count,
@@ -182,9 +182,7 @@ def back_test(bests: Sequence[BestLoss]) -> list[dict[str, object]]:
                 "fitted_flops": [order[0].flops, order[-count - 1].flops],
                 "beyond": order[-1].flops / order[-count - 1].flops,
                 "rows": rows,
-                "mean_error": float(np.abs(errors).mean()),
-                "bias": float(errors.mean()),
-                "worst_error": float(np.abs(errors).max()),
+                **errors_of(predicted, losses),
                 "held": sum(r["interval"][0] <= r["loss"] <= r["interval"][1] for r in rows),
             }
         )

@@ -2,8 +2,8 @@
 
 `pyproject.toml` allows the versions that have all of them and pass tests/engine. DeepSpeed may
 rename or drop a private name in any release, and a remedy that sets an attribute which nothing
-reads is no remedy. tests/engine/test_names.py compares the list with the engine's code and with
-the DeepSpeed that is installed.
+reads is no remedy. test_names.py compares the list with the engine's code and with the DeepSpeed
+that is installed.
 """
 
 TRIED = ("0.19.5", "0.19.6", "0.19.7", "0.19.8")
