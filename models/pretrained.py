@@ -187,6 +187,8 @@ def model_block(config: Mapping[str, object], family: object = None) -> dict[str
             problems += error.problems
         if family == own.__name__.split(".")[-2] or not all(map(_is_of_the_family, problems)):
             raise Problems(problems)
+    if kind is ABSENT:
+        raise Problems([Problem("model_type", kind, "is missing", "add it")])
     if not isinstance(kind, str):
         known = ", ".join(sorted(_families()))
         raise Problems([Problem("model_type", kind, "is not supported", f"use one of {known}")])

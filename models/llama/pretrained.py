@@ -125,6 +125,7 @@ def _rope(fields: Fields) -> tuple[object, dict[str, object] | None, object]:
     base = fields.take("rope_theta", _BASES.get(fields.model_type, 10_000.0))
     base = rope.pop("rope_theta", base)
     own = rope.pop("partial_rotary_factor", None)
+    rope.pop("finetuned", None)  # says how the weights were made
     if fields.model_type == "glm4_moe":
         part = fields.take("partial_rotary_factor", 0.5)
         part = part if own is None else own

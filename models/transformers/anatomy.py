@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -43,7 +43,8 @@ def settings_of(config: str) -> Any:
     fields = json.loads(config)
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        raise Unsupported("is not known to transformers", remedy=_instead_of(fields))
+        rule = "is not known to transformers" if "model_type" in fields else "is missing"
+        raise Unsupported(rule, remedy=_instead_of(fields))
     if fields.get("quantization_config"):
         text = "quantizes the weights, which parallel3d does not support"
         raise Unsupported(text, "quantization_config", "remove it, to train them unquantized")
@@ -108,9 +109,14 @@ def _unknown(fields: Mapping[str, object], settings: Any) -> list[str]:
 
 def _instead_of(fields: Mapping[str, Any]) -> str:
     """Return a remedy for an unknown model_type: that of the class which the file names, if any."""
+    names = fields.get("architectures") or ()
+    found = []
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if name in (fields.get("architectures") or ()):
-            return f'"architectures" names the class of "{kind}", which is the model_type to use'
+        if name in names:
+            found.append((SequenceMatcher(None, kind, name.lower()).ratio(), kind))
+    if found:  # several types may have one class
+        kind = max(found)[1]
+        return f'"architectures" names the class of "{kind}", which is the model_type to use'
     return _near(str(fields.get("model_type")), CONFIG_MAPPING)
 
 
@@ -249,7 +255,8 @@ def _kind(plan: LayerPlan, specs: list[ParamSpec]) -> object:
     """Return what decides on a layer's cost: its modules, its parameters, and its attention."""
     modules = [(name, type(module)) for name, module in plan.layer.named_modules()]
     params = [replace(spec, init=Init()) for spec in specs]
-    return tuple(modules), tuple(params), tuple(plan.calls.items())
+    calls = [(name, call._replace(scale=None)) for name, call in plan.calls.items()]
+    return tuple(modules), tuple(params), tuple(calls)
 
 
 def _is_hidden(layer: nn.Module, name: str) -> bool:

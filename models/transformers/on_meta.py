@@ -12,15 +12,20 @@ from torch.utils._pytree import tree_map
 
 from parallel3d.models.transformers.facts import Unsupported
 
+_SIZES_OF_EXPERTS = 3
+
 
 class EmptyOnMeta(TorchFunctionMode):
-    """`torch.empty` takes no memory inside: modules make their weights by it, buffers by values."""
+    """`torch.empty` takes no memory inside: modules make their weights by it, buffers by values.
+
+    Nor does `torch.zeros` of three sizes: packed experts are made by it.
+    """
 
     def __torch_function__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
-        if func is torch.empty:
+        if func is torch.empty or (func is torch.zeros and len(args) == _SIZES_OF_EXPERTS):
             kwargs = kwargs | {"device": "meta"}
         return func(*args, **kwargs)
 
@@ -30,13 +35,13 @@ class MixedWithMeta(TorchDispatchMode):
 
     Zeros of integers have values outside of layers: masks may begin with them.
 
-    - `dropouts`: the fields of the config with probabilities of dropout.
+    - `noises`: the fields of the config that ask for dropout or jitter.
     - `counts`: an operator has counted positions while `is_in_layer`.
     """
 
-    def __init__(self, dropouts: Sequence[str] = ()) -> None:
+    def __init__(self, noises: Sequence[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.dropouts = dropouts
+        self.noises = noises
         self.is_in_layer = False
         self.counts = False
 
@@ -52,10 +57,10 @@ class MixedWithMeta(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             text = f"draws random numbers ({func.__name__}), which would depend on the mesh"
-            if not self.dropouts:
+            if not self.noises:
                 raise Unsupported(text)
-            names = ", ".join(self.dropouts)
-            raise Unsupported(text, self.dropouts[0], f"set {names} to 0, or use another model")
+            names = ", ".join(self.noises)
+            raise Unsupported(text, self.noises[0], f"set {names} to 0, or use another model")
         if func.overloadpacket is torch.ops.aten.arange and self.is_in_layer:
             self.counts = True
         is_count = func is torch.ops.aten.zeros.default and kwargs.get("dtype") == torch.int64

@@ -28,9 +28,21 @@ def model_block(config: Mapping[str, object]) -> dict[str, object]:
     try:
         facts_of(json.dumps(fields | {"vocab_size": ANY_VOCABULARY}, sort_keys=True))
     except Unsupported as error:
+        if error.field == "model_type" and "architectures" in config:
+            error = _named(error, config)
         value = config.get(error.field, ABSENT)
         raise Problems([Problem(error.field, value, str(error), error.remedy)]) from None
     return {"family": "transformers", "config": fields, "vocab_size": config["vocab_size"]}
+
+
+def _named(error: Unsupported, config: Mapping[str, object]) -> Unsupported:
+    """Return an error with the remedy that the file's "architectures" allow, if they do."""
+    asks = {name: config[name] for name in ("model_type", "architectures")}
+    try:
+        facts_of(json.dumps(asks | {"vocab_size": ANY_VOCABULARY}, sort_keys=True))
+    except Unsupported as own:
+        return own if str(own) == str(error) else error
+    return error
 
 
 def _problems(config: Mapping[str, object]) -> Iterator[Problem]:

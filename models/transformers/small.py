@@ -65,6 +65,8 @@ SIZES = {
     "attention_probs_dropout_prob": 0.0,
     "activation_dropout": 0.0,
     "layerdrop": 0.0,
+    "router_jitter_noise": 0.0,
+    "input_jitter_noise": 0.0,
     "dropout": 0.0,
     "attn_pdrop": 0.0,
     "embd_pdrop": 0.0,

@@ -49,7 +49,7 @@ def watch(skeleton: Any) -> Watched:
     hooks = []
     names = {module: name for name, module in skeleton.model.named_modules()}
 
-    mixed = MixedWithMeta(_dropouts_in(skeleton.settings))
+    mixed = MixedWithMeta(_noises_in(skeleton.settings))
 
     def leave(number: int, _: nn.Module, output: object) -> None:
         mixed.is_in_layer = False
@@ -88,9 +88,8 @@ def watch(skeleton: Any) -> Watched:
             hooks.append(module.register_forward_pre_hook(called, with_kwargs=True))
     kept: list[object] = []  # so that no id is given twice
     dropouts = [m for m in skeleton.model.modules() if isinstance(m, nn.Dropout)]
-    probabilities = [module.p for module in dropouts]
-    for module in dropouts:  # the library's take their places
-        module.p = 0.0
+    for module in dropouts:  # the library's take their places; attention reads their probability
+        module.training = False
     for number, layer in enumerate(skeleton.layers):
         enter_hook = _bound(enter, number)
         hooks.append(layer.register_forward_pre_hook(enter_hook, with_kwargs=True))
@@ -117,8 +116,8 @@ def watch(skeleton: Any) -> Watched:
     finally:
         for hook in hooks:
             hook.remove()
-        for module, p in zip(dropouts, probabilities, strict=True):
-            module.p = p
+        for module in dropouts:
+            module.training = True
     first = order.index("") if "" in order else len(order)
     last = len(order) - order[::-1].index("") if "" in order else 0
     found.before = list(dict.fromkeys(order[:first]))
@@ -156,14 +155,18 @@ def check_parameters(skeleton: Any) -> None:
         raise Unsupported(f"has the parameter {first}, which gets no gradient")
 
 
-def _dropouts_in(settings: Any) -> list[str]:
-    """Return the fields of a config that are probabilities of dropout above 0."""
+def _noises_in(settings: Any) -> list[str]:
+    """Return the fields of a config that are probabilities of dropout, or jitter, above 0.
+
+    Those of attention are left out if there are others: the library's attention has dropout.
+    """
     found = []
     for name, value in settings.to_dict().items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if "drop" in name and is_number and value > 0:
+        if ("drop" in name or "jitter" in name) and is_number and value > 0:
             found.append(name)
-    return found
+    others = [name for name in found if "att" not in name]
+    return others or found
 
 
 def _bound(function: Callable[..., None], first: object) -> Callable[..., None]:

@@ -204,7 +204,7 @@ REFUSED = [
         "kv_lora_rank = 512: compresses keys and values (multi-head latent attention), which",
     ),
     ({"model_type": "llama"}, "hidden_size: is missing; add it"),
-    ({}, "model_type: is not supported; use one of"),
+    ({}, "model_type: is missing; add it"),
     (LLAMA | {"hidden_size": "96"}, 'model.hidden_size = "96": must be an integer'),
     (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads = 5: does not divide"),
     # fields of other kinds

@@ -8,6 +8,7 @@ import torch
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.models.transformers.anatomy import FINDINGS, settings_of
 from parallel3d.models.transformers.blocks import Embedding
+from parallel3d.models.transformers.on_meta import EmptyOnMeta
 from parallel3d.models.transformers.regions import LayerPlan
 from parallel3d.models.transformers.skeleton import Skeleton
 from parallel3d.models.transformers.spec import Config
@@ -65,6 +66,21 @@ def test_other_vocabulary_changes_rows_alone(kind):
     assert more.is_tied == own.is_tied and own.settings.vocab_size == size
     table = more.model.get_input_embeddings().weight
     assert (more.model.get_output_embeddings().weight is table) == (kind == "gpt2")
+
+
+def test_dropout_of_attention_is_that_of_the_module_and_scales_cost_nothing():
+    """GPT-2 reads the probability from a dropout module, and may scale each layer differently."""
+    own = {"attn_pdrop": 0.1, "scale_attn_by_inverse_layer_idx": True}
+    facts = Config(family="transformers", config=small_config("gpt2") | own).facts
+    assert facts.attention_dropout == 0.1
+    assert set(facts.kinds) == {0}
+
+
+def test_experts_made_as_zeros_take_no_memory():
+    """Llama 4's are 40 GiB in each of its larger model's layers."""
+    with EmptyOnMeta():
+        assert torch.zeros(128, 5120, 16384).is_meta
+        assert not torch.zeros(4, 4).is_meta
 
 
 def sent(rank, kind):

@@ -63,6 +63,10 @@ def test_reason(kind, reason):
             "which would depend on the mesh; set residual_dropout to 0, or use another model",
         ),
         (
+            {"router_jitter_noise": 0.1, "model_type": "mixtral", "num_local_experts": 4},
+            "config.router_jitter_noise = 0.1: draws random numbers",
+        ),
+        (
             {"quantization_config": {"quant_method": "fp8"}},
             "quantizes the weights, which parallel3d does not support; remove it",
         ),
