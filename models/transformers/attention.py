@@ -172,7 +172,8 @@ def attend(
         y = value.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
         return y + touched, None
     core: Any = getattr(module, CORE)
-    return core.of_each_head(query, key, value, _segments.get(), s_aux), None
+    y = core.of_each_head(query, key, value, _segments.get(), s_aux)
+    return y.contiguous(), None  # some modules view it
 
 
 def _refuse(mask: Tensor | None, others: dict[str, Any]) -> None:

@@ -43,6 +43,8 @@ SWITCHED = [
     ("phi3", LONGROPE),
     # Chunks, experts that take tokens times their scores, and layers that count positions.
     ("llama4_text", {}),
+    # Its attention views what it gets.
+    ("afmoe", {}),
 ]
 STD = 0.2  # attention is far from uniform, so a wrong mask or rotation is seen
 SMALL = 0.02  # that of training
