@@ -149,15 +149,16 @@ def derive_model_block(
 
 def model_of(folder: Path, block: JsonObject) -> ModelConfig:
     """Return the model of a block from a folder's config.json; raises Problems that name it."""
-    section = models.config_class(block["family"])
+    section = models.config_class(str(block["family"]))
     try:
-        return section.model_validate(block)
+        model: ModelConfig = section.model_validate(block)
     except ValidationError as error:
         path = folder / "config.json"
         problems = []
         for problem in problems_in(error, block, section):
             problems.append(replace(problem, path=f"{path}: {problem.path}"))
         raise Problems(problems, str(folder)) from None
+    return model
 
 
 def weight_files(folder: Path) -> list[Path]:
