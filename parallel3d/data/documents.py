@@ -63,8 +63,9 @@ class Skips:
         - `limit`: data.max_skipped, up to which "skip" is a remedy.
         """
         flawed = self.num_flawed
-        what = what if flawed > 1 else what.removesuffix("s")
         rule = f"{flawed:,} {what} cannot be used; fix them"
+        if flawed == 1:
+            rule = f"1 {what.removesuffix('s')} cannot be used; fix it"
         if len(self.listed) == LISTED:
             rule = f"{LISTED} {what} or more cannot be used (reading stopped there); fix them"
         if usable and flawed > limit * (flawed + usable):

@@ -169,7 +169,7 @@ def test_skipping_is_a_remedy_only_where_it_helps(tmp_path):
         prepare(config)
     assert_read(config.model_copy(update={"on_error": "skip", "max_skipped": 0.67}))
     write(path, lines_of(3))
-    with refused("1 document cannot be used; fix them: ") as refusal:
+    with refused("1 document cannot be used; fix it: ") as refusal:
         prepare(config)
     assert 'on_error to "skip"' not in refusal.text
     write(path, lines_of({"text": TEXT}))
@@ -251,6 +251,7 @@ def test_set_shorter_than_a_sample_is_left_out(tmp_path):
     check_length(prepare(DataConfig(source="mixture", mixture=(parts[0],), **settings)), 64, 1)
 
 
+@pytest.mark.slow
 def test_data_set_s_short_validation_split_is_left_out(tmp_path):
     import datasets
 

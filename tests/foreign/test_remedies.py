@@ -102,6 +102,7 @@ def test_optimizer_is_saved_beside_the_model(convert, tmp_path):
     assert not convert(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_optimizer_is_adamw(convert, tmp_path):
     def amsgrad(weights):
         return torch.optim.AdamW(weights, lr=RATE, amsgrad=True)
@@ -116,6 +117,7 @@ def test_optimizer_is_adamw(convert, tmp_path):
     assert not convert(tmp_path / "adamw")
 
 
+@pytest.mark.slow
 def test_one_step_of_a_folder_is_named(convert, tmp_path):
     for step in ("step-1", "step-3"):
         Run().save(tmp_path / "steps" / step)
@@ -123,6 +125,7 @@ def test_one_step_of_a_folder_is_named(convert, tmp_path):
     assert not convert(tmp_path / "steps/step-3")
 
 
+@pytest.mark.slow
 def test_moments_are_kept_in_fp32(convert, tmp_path):
     run = Run()
     for state in run.optimizer.state.values():
@@ -169,6 +172,7 @@ def test_optimizer_of_the_trainer_is_saved(convert, tmp_path):
     assert not convert(theirs)
 
 
+@pytest.mark.slow
 def test_weights_alone_are_where_a_run_may_start(tmp_path):
     """The other remedy of a folder without moments: its model block is the folder's."""
     from parallel3d.config import RunConfig
@@ -204,6 +208,7 @@ def test_tensor_that_is_not_contiguous_is_saved_again(convert, tmp_path):
     assert not convert(theirs)
 
 
+@pytest.mark.slow
 def test_tied_weights_that_differ_are_two(convert, tmp_path):
     theirs = tmp_path / "theirs"
     Run(tied=False).save_as_trainer(theirs)
@@ -215,6 +220,7 @@ def test_tied_weights_that_differ_are_two(convert, tmp_path):
         assert not convert(theirs, *tied[:1], "false")
 
 
+@pytest.mark.slow
 def test_weights_are_saved_in_fp32(convert, tmp_path):
     theirs = tmp_path / "theirs"
     Run().save_as_trainer(theirs)

@@ -76,6 +76,7 @@ def test_damaged_files_are_downloaded_again(model, tmp_path):
     assert_imported(model, tmp_path)
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_are_left_out(model, tmp_path):
     whole = load_file(model / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -98,6 +99,7 @@ def test_model_that_is_not_quantised_is_used(model, tmp_path):
     assert_imported(model, tmp_path)
 
 
+@pytest.mark.slow
 def test_second_copy_of_a_tensor_is_removed(tmp_path):
     folder = save("pythia", tmp_path / "model")
     whole = load_file(folder / "model.safetensors")
@@ -131,6 +133,7 @@ def test_size_in_config_json_is_written_as_the_message_says(model, tmp_path, siz
     assert_imported(model, tmp_path)
 
 
+@pytest.mark.slow
 def test_model_with_other_tensors_is_replaced(model, tmp_path):
     whole = load_file(model / "model.safetensors")
     rewrite(model, whole | {"model.layers.0.extra.weight": torch.ones(3)})

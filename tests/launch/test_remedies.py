@@ -93,7 +93,8 @@ def test_file_of_settings_is_written_as_the_messages_say(command, tmp_path):
     file = write(tmp_path / "a.py", "def (")
     code, err = command(convert, "config", file)
     assert code == 2 and "name another file" in err
-    write(file, "TrainingArguments('out', max_steps=3, per_device_train_batch_size=2)")
+    call = "TrainingArguments('out', max_steps=5, per_device_train_batch_size=4)"
+    write(file, f"{call}\nload_dataset('owner/texts')")
     code, err = command(convert, "config", file, write(tmp_path / "b.json", TRAINERS))
     assert code == 0, err
 

@@ -122,6 +122,7 @@ def test_written_table_is_fitted(scaled, tmp_path, name):
     assert scaled(*FIT)[0] == 0
 
 
+@pytest.mark.slow
 def test_counts_are_written_as_people_write_them(scaled, tmp_path):
     sizes = ["1M", "2M", "4M"] * 3
     tokens = ["20M", "0.04B", "8e7", "200M", "400M", "800M", "2B", "4B", "8B"]
@@ -201,6 +202,7 @@ FORECASTS = [
 ]
 
 
+@pytest.mark.slow
 def test_forecasts_are_asked_for_as_the_messages_say(scaled, tmp_path):
     write_csv(tmp_path / "runs.csv", **COLUMNS)
     code, _, err = scaled("predict", "--fit", "fit.json", *RUN)

@@ -137,6 +137,7 @@ def test_vocabulary_is_that_of_the_file(tmp_path):
     assert_read(config_of("megatron", path, vocab_size=300))
 
 
+@pytest.mark.slow
 def test_tokenizer_of_the_ids_is_named(tmp_path):
     """Ids whose documents end with another token than the tokenizer's: all three remedies."""
     for name, words in {"own": ["a b"], "other": ["c d e"]}.items():
@@ -222,6 +223,7 @@ def table_config(tmp_path, **columns):
     return config_of("parquet", path, token_field="input_ids", held_out_fraction=0, **settings)
 
 
+@pytest.mark.slow
 def test_columns_of_ids_are_named_or_mended(tmp_path):
     for name, column in {"ids": [[1, 7]], "input_ids": ["a"]}.items():
         parquet.write_table(pa.table({name: column, "other": [[2, 7]]}), tmp_path / "a.parquet")
@@ -269,6 +271,7 @@ def test_compressed_arrow_is_written_again_without(tmp_path):
     assert arrow.read(path, "name", "ids").num_tokens >= 5000
 
 
+@pytest.mark.slow
 def test_data_sets_are_saved_as_the_messages_say(tmp_path):
     import datasets
 
@@ -344,6 +347,7 @@ def test_manifest_is_made_and_made_again(stream, tmp_path):
     prepare_manifests(stream.model_copy(update={"manifest": str(tmp_path / "new")}))
 
 
+@pytest.mark.slow
 def test_room_for_shards_is_raised_or_needed_less(stream, tmp_path):
     prepare_manifests(stream)
     needed = prepare(stream).train.tokens.num_bytes_needed
@@ -359,6 +363,7 @@ def test_room_for_shards_is_raised_or_needed_less(stream, tmp_path):
     prepare(small)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["changed", "missing"])
 def test_lost_shard_is_restored_skipped_or_counted_anew(stream, tmp_path, damage, monkeypatch):
     monkeypatch.setattr(streams, "FIRST_PAUSE_SECONDS", 0.01)
@@ -381,6 +386,7 @@ def test_lost_shard_is_restored_skipped_or_counted_anew(stream, tmp_path, damage
     assert len(test_streams.streamed(elsewhere("restored"), 8)) > 0
 
 
+@pytest.mark.slow
 def test_truncated_shard_in_the_cache_is_removed(stream, tmp_path):
     prepare_manifests(stream)
     assert len(test_streams.streamed(stream, 8)) > 0
