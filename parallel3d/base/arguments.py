@@ -82,6 +82,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--config",
             required=required,
+            action=_Once,
             metavar="FILE",
             help="path of a config file, or a name in configs/ (also --deepspeed_config FILE)",
         )
@@ -100,6 +101,22 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--trace", type=output_file, metavar="FILE", help="write a trace for Perfetto"
         )
+
+
+class _Once(argparse.Action):
+    """Stores a value; another one by the same or another name of the option is an error."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        if before not in (None, values):
+            parser.error(f"{option_string}: names {before} and {values}; keep one of them")
+        setattr(namespace, self.dest, values)
 
 
 def _with_config(words: Sequence[str]) -> list[str]:

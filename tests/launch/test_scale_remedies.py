@@ -84,6 +84,18 @@ def test_other_ladders_are_few():
     }
 
 
+def test_counts_in_a_ladder_are_written_as_people_write_them(scaled, tmp_path):
+    counts = {"sizes": [20e3, 300e3], "aspect_ratio": 24, "budgets": {"tokens": [1e6, 2e6]}}
+    texts = {"sizes": ["20K", {"params": "0.3M"}], "budgets": {"tokens": ["1_000_000", "2M"]}}
+    texts |= {"hyperparameters": {"learning_rate": 0.01, "batch_tokens": "0.064k"}}
+    shown = []
+    for changes in (counts, counts | texts):
+        code, out, err = scaled("plan", "--ladder", write(tmp_path, **changes), "--json")
+        assert code == 0, err
+        shown.append(out)
+    assert shown[0] == shown[1]
+
+
 def test_size_that_the_message_names_is_taken(scaled, tmp_path):
     """Its number of parameters is one that the rule reaches."""
     changes = {"sizes": [1e3, 1e6], "head_size": 64}

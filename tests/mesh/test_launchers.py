@@ -164,3 +164,13 @@ def test_config_has_deepspeeds_names(words):
     parser.add_json()
     args, overrides = parser.parse_known_args([*words, "--train.steps", "3"])
     assert (args.config, overrides) == ("a.json", ["--train.steps", "3"])
+
+
+@pytest.mark.parametrize("name", ["--config", "--deepspeed", "--deepspeed_config"])
+def test_two_configs_are_refused_by_name(name, capsys):
+    parser = Parser()
+    parser.add_config()
+    assert parser.parse_args(["--config", "a.json", name, "a.json"]).config == "a.json"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--config", "a.json", name, "b.json"])
+    assert "names a.json and b.json; keep one of them" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The ladder file: sizes x budgets, and the settings that all runs share."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,11 +9,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from parallel3d.base import explain, reader
+from parallel3d.base.counts import read_number
 from parallel3d.base.section import PathText, Problem, Section
+
+
+def _as_number(value: object) -> object:
+    """Return the number in a text such as "1.5B"; other values as they are."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(read_number(value))
+    return value
+
 
 Devices = Annotated[int, Field(gt=0, le=10**9)]
 # The bounds are far above any real run, and keep products of such numbers finite.
-Budget = Annotated[float, Field(gt=0, le=1e40)]
+Budget = Annotated[float, BeforeValidator(_as_number), Field(gt=0, le=1e40)]
+Params = Annotated[float, BeforeValidator(_as_number), Field(gt=0, le=1e15)]
 Numbers = Annotated[tuple[Budget, ...], Strict(False)]
 BUDGETS = ("flops", "tokens_per_param", "tokens")
 
@@ -45,18 +57,19 @@ LAWS = {
 
 def _size(value: object) -> object:
     """Return the settings of a size; a bare number means its `params`."""
+    value = _as_number(value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return {"params": value} if is_number else value
 
 
 Mesh = dict[str, Any] | Literal["plan"] | None
-RateOrBatch = Annotated[float, Field(gt=0, le=1e15)] | Literal["olmo", "step-law"]
+RateOrBatch = Params | Literal["olmo", "step-law"]
 
 
 class SizeConfig(Section):
     """One model size; a bare number means its `params`."""
 
-    params: Annotated[float, Field(gt=0, le=1e15)] | None = None
+    params: Params | None = None
     """Target number of parameters in the blocks, of experts those that a token uses. The ladder
     chooses the width and depth that come nearest."""
     model: dict[str, Any] = Field(default={})
