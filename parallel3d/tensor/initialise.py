@@ -80,17 +80,16 @@ def _band(
     i = r0 // tall
     top = i * tall
     bottom = min(rows, (i + 1) * tall)
-    band = torch.empty(r1 - r0, c1 - c0)
-    for j in range(c0 // wide, -(-c1 // wide)):
-        left = j * wide
-        right = min(columns, (j + 1) * wide)
-        generator = torch.Generator().manual_seed(seed_of(f"{place}/{i}/{j}"))
-        tile = torch.empty(bottom - top, right - left)
+    left = c0 // wide * wide
+    right = min(columns, -(-c1 // wide) * wide)
+    band = torch.empty(bottom - top, right - left)  # whole tiles: slicing each would take longer
+    generator = torch.Generator()
+    for j, place_of_tile in enumerate(band.split(wide, dim=1), c0 // wide):
+        generator.manual_seed(seed_of(f"{place}/{i}/{j}"))
+        tile = torch.empty(place_of_tile.shape)
         _draw(tile, init, generator)
-        lo = max(left, c0)
-        hi = min(right, c1)
-        band[:, lo - c0 : hi - c0] = tile[r0 - top : r1 - top, lo - left : hi - left]
-    return band
+        place_of_tile.copy_(tile)
+    return band[r0 - top : r1 - top, c0 - left : c1 - left]
 
 
 def _draw(tile: Tensor, init: Init, generator: torch.Generator) -> None:
