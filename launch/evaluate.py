@@ -95,7 +95,7 @@ def number_of_samples(text: str) -> int:
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `evaluate`, and the rest of the command line: settings by path."""
-    parser = Parser(__doc__, help_text())
+    parser = Parser(__doc__, help_text)
     add = parser.add_argument
     add("path", type=Path, metavar="PATH", help="folder of a run or a checkpoint")
     parser.add_config(required=False)

@@ -66,7 +66,7 @@ def is_meant_by(words: list[str]) -> bool:
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `quick`, and the rest of the command line: settings by their path."""
-    parser = Parser(__doc__, help_text())
+    parser = Parser(__doc__, help_text)
     for flag, text in WISHES.items():
         parser.add_argument(flag, type=amount, metavar="N", help=text)
     parser.add_argument(

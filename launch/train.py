@@ -104,7 +104,7 @@ def main() -> NoReturn:
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `train`, and the rest of the command line: settings by their path."""
-    parser = Parser(__doc__, help_text())
+    parser = Parser(__doc__, help_text)
     parser.add_config(required=False)
     parser.add_json()
     text = "print mesh, memory, time and checkpoint size without training"

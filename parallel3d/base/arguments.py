@@ -42,16 +42,24 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(
-        self, description: str | None = None, epilog: str | None = None, **options: Any
+        self,
+        description: str | None = None,
+        epilog: str | Callable[[], str] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(
             description=_fitted(description or "") or None,
-            epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
             **options,
         )
+        self._end_of_help = epilog
         self.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
+
+    def format_help(self) -> str:
+        """Return the help; a long list of settings at its end is made only where it is shown."""
+        self.epilog = self._end_of_help() if callable(self._end_of_help) else self._end_of_help
+        return super().format_help()
 
     def parse_known_args(  # type: ignore[override]  # its overloads are for other namespaces
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
