@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, settings
 
 from tests import compiling as compiler
 
+# Also where the environment asks for no compiled files: three workers and hundreds of processes
+# would each compile the library and the tests anew.
+sys.dont_write_bytecode = False
 # A busy machine fails no example: nothing of a test is timed.
 BUSY = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
 # The same examples in every run, half as many as of those that are drawn anew.

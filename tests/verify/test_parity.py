@@ -158,14 +158,27 @@ CP_ROWS = [
     )
 ]
 CP_MESHES = [(1, 1, 4, 1), (1, 2, 2, 2), (2, 1, 2, 2), (2, 2, 2, 1)]
-CP_EVERY_PAIR = pairwise(
-    DEFAULT | {"mesh": CP_MESHES, "offload": ["none", "cpu"], "microbatches": [1, 3]},
-    can_be,
-    seed=0,
-)
+CP_DEFAULT = DEFAULT | {"mesh": CP_MESHES, "offload": ["none", "cpu"], "microbatches": [1, 3]}
 # Of sixty seeds the least work: few rows on many ranks, with ZeRO-3 or NVMe.
 ROWS = [*pairwise(DEFAULT, can_be, seed=44, wanted=interact), ALL_AXES, *CP_ROWS]
-EVERY_PAIR = pairwise(DEFAULT, can_be, seed=2)  # fewest rows among the first few seeds
+
+
+def every_pair():
+    return pairwise(DEFAULT, can_be, seed=2)  # fewest rows among the first few seeds
+
+
+def pytest_generate_tests(metafunc):
+    """Make rows; the large tables, which take a second, only where slow tests are asked for."""
+    if "row" not in metafunc.fixturenames:
+        return
+    is_slow = "slow" in metafunc.config.option.markexpr.replace("not slow", "")
+    if metafunc.function is test_parity_in_full:
+        rows = pairwise(IN_FULL, can_be, seed=0) if is_slow else []
+    else:
+        others = [*every_pair(), *pairwise(CP_DEFAULT, can_be, seed=0)] if is_slow else []
+        slow = [pytest.param(row, marks=pytest.mark.slow) for row in others if row not in ROWS]
+        rows = [*ROWS, *slow]
+    metafunc.parametrize("row", rows, ids=label)
 
 
 @pytest.fixture(scope="module")
@@ -205,18 +218,13 @@ def test_every_setting_appears():
 def test_every_pair_that_interacts_appears():
     seen = set().union(*map(pairs, ROWS))
     assert seen >= set(filter(interact, possible_pairs(DEFAULT, can_be)))
-    assert set().union(*map(pairs, EVERY_PAIR)) >= possible_pairs(DEFAULT, can_be).keys()
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        *ROWS,
-        *(pytest.param(row, marks=pytest.mark.slow) for row in EVERY_PAIR if row not in ROWS),
-        *(pytest.param(row, marks=pytest.mark.slow) for row in CP_EVERY_PAIR),
-    ],
-    ids=label,
-)
+@pytest.mark.slow
+def test_every_pair_appears_in_full():
+    assert set().union(*map(pairs, every_pair())) >= possible_pairs(DEFAULT, can_be).keys()
+
+
 @pytest.mark.usefixtures("operators")
 def test_parity_with_plain_transformers(row, reference_of, together, tmp_path):
     if row in ROWS:
@@ -233,7 +241,6 @@ IN_FULL = SETTINGS | {
     "microbatches": [1, 3, 4],
     "mup": [False, True],
 }
-SAMPLE = pairwise(IN_FULL, can_be, seed=0)
 
 
 def verified(row, folder):
@@ -264,7 +271,6 @@ def measured(request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", SAMPLE, ids=label)
 @pytest.mark.usefixtures("operators")
 def test_parity_in_full(row, measured, tmp_path):
     errors = verified(row, tmp_path)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel3d import models
+from parallel3d.base.reader import CONFIGS, read
 from parallel3d.config import RunConfig
 from parallel3d.config.hardware import load
 from parallel3d.engine import EngineSettings
@@ -158,11 +159,11 @@ def compare(name, pp, join, layers=None, kernels=kernels_of_a_gpu):  # noqa: F81
     return planned, peak
 
 
-COORDS = [
-    (name, pp)
-    for name in NAMES
-    for pp in ((0, -1) if RunConfig.from_json(name).mesh.pp > 1 else (0,))
-]
+COORDS = []
+for name in NAMES:
+    # The whole config would be checked: seconds for a model whose parts are looked for.
+    pp = read(CONFIGS / f"{name}.json")["parallel3d"]["mesh"]["pp"]
+    COORDS += [(name, 0), (name, -1)] if pp > 1 else [(name, 0)]
 
 
 def test_short_programs_of_wide_layers_hold_the_planned_memory(join):  # noqa: F811
