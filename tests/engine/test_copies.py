@@ -17,9 +17,12 @@ pytestmark = pytest.mark.gloo
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "weight_decay": 0.1}}}
 
 
+SMALL = {"batch": 8, "microbatches": 2, "model": {"num_hidden_layers": 2}}
+
+
 def case_of(mesh=(1, 4, 1), shards=2, changes=(), **settings):
     changes = {"parallel3d.mesh.dp_shards": shards, **dict(changes)}
-    return Case(mesh=mesh, changes=changes, **settings)
+    return Case(mesh=mesh, changes=changes, **SMALL | settings)
 
 
 # Each way in which gradients are reduced, and each precision of their sums.
@@ -109,8 +112,8 @@ def moved_on_rank(rank, cases):
 
 def test_bytes_inside_a_copy_and_over_the_copies():
     # Hooks gather a weight that two layers share for each of them.
-    sizes = {"microbatches": 2, "tied": False}
-    copied = [case_of(batch=8, **sizes, **settings) for settings in TRAFFIC.values()]
+    sizes = {"steps": 1, "tied": False}
+    copied = [case_of(**sizes, **settings) for settings in TRAFFIC.values()]
     flat = [
         case_of(mesh=(1, 2, 1), shards=None, batch=4, **sizes, **settings)
         for settings in TRAFFIC.values()

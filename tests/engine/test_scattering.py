@@ -13,14 +13,15 @@ from parallel3d.mesh.traffic import Traffic
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE
 from tests.cases import Case, Trainer, compare_on_rank
-from tests.verify.measuring import errors_of
+from tests.verify.measuring import errors_of, number_anew
 
 pytestmark = pytest.mark.gloo
 
 SIZES = {"tied": False, "microbatches": 2, "batch": 8, "steps": 2, "mesh": (1, 2, 1)}
-SMALL_BUCKET = {"zero_optimization.reduce_bucket_size": 10_000}  # the model has 40,000 parameters
+SIZES |= {"model": {"num_hidden_layers": 1}}
+SMALL_BUCKET = {"zero_optimization.reduce_bucket_size": 5_000}  # the model has 17,000 parameters
 BF16_SUMS = {"communication_data_type": "bf16"}
-MOE = {"family": "moe", "num_experts": 4, "num_hidden_layers": 2}
+MOE = {"family": "moe", "num_experts": 4, "num_hidden_layers": 1}
 # Each way in which complete gradients come to DeepSpeed.
 CASES = {
     "zero1": Case(zero_stage=1, changes=SMALL_BUCKET, **SIZES),
@@ -35,12 +36,13 @@ CASES = {
         changes={"parallel3d.mesh.dp_shards": 2},
         **SIZES | {"mesh": (1, 4, 1)},
     ),
-    "experts": Case(zero_stage=2, model=MOE, changes={"parallel3d.mesh.ep": 2}, **SIZES),
+    "experts": Case(zero_stage=2, changes={"parallel3d.mesh.ep": 2}, **SIZES | {"model": MOE}),
 }
 
 
-def reduced_on_rank(rank, case, scatters):
+def reduced(case, scatters):
     """Losses, norms and weights, and the calls of a step's reductions over the shards."""
+    number_anew()
     with patch.object(Mesh, "backend", "nccl") if scatters else nullcontext():
         trainer = Trainer(case)
         group = trainer.mesh.name_of(trainer.mesh.shards.group)
@@ -55,18 +57,29 @@ def reduced_on_rank(rank, case, scatters):
     return numbers, weights, calls, elements
 
 
-@pytest.mark.usefixtures("cpu_adam")
+def reduced_on_rank(rank, cases):
+    """The results of each case with a reduce-scatter, and with an all-reduce."""
+    return [(reduced(case, True), reduced(case, False)) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def results(cpu_adam):
+    """The results of each case by rank; those on as many ranks are trained in one start."""
+    by_name = {}
+    for ranks in (2, 4):
+        names = [name for name, case in CASES.items() if case.world_size == ranks]
+        trained = run_locally(reduced_on_rank, ranks, [CASES[name] for name in names])
+        by_name |= zip(names, zip(*trained, strict=True), strict=True)
+    return by_name
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_reduce_scatter_has_the_bits_of_an_all_reduce_and_half_its_bytes(name):
+def test_reduce_scatter_has_the_bits_of_an_all_reduce_and_half_its_bytes(name, results):
     """A ring all-reduce sends its bytes twice, a reduce-scatter once; both are counted once."""
     case = CASES[name]
-    scattered = run_locally(reduced_on_rank, case.world_size, case, True, timeout=100)
-    reduced = run_locally(reduced_on_rank, case.world_size, case, False, timeout=100)
     times = 2 if case.reduction == "per_microbatch" else 1
     bytes_each = 2 if case.changes == BF16_SUMS else 4
-    for (numbers, weights, calls, elements), (other, others, all_reduced, _) in zip(
-        scattered, reduced, strict=True
-    ):
+    for (numbers, weights, calls, elements), (other, others, all_reduced, _) in results[name]:
         assert calls.get("all_reduce", 0) == 0 and "reduce_scatter" not in all_reduced
         if name != "experts":
             expected = pytest.approx(times * bytes_each * elements, rel=0.01)
@@ -81,7 +94,7 @@ def compared_on_rank(rank, case, reference):
 
 def test_parts_of_three_ranks_equal_one_process():
     """The last rank's part is shorter; chunks end inside parameters."""
-    changes = {"zero_optimization.reduce_bucket_size": 1_000}
+    changes = {"zero_optimization.reduce_bucket_size": 500}
     case = Case(zero_stage=1, changes=changes, **SIZES | {"mesh": (1, 3, 1), "batch": 6})
     ranks = run_locally(compared_on_rank, 3, case, case.reference, timeout=100)
     assert errors_of(case.config, ranks).within(TOLERANCE["fp32"])
@@ -89,6 +102,7 @@ def test_parts_of_three_ranks_equal_one_process():
 
 def test_uneven_buckets_are_all_reduced():
     """The first of two stages is the first rank's alone; padding would double what is sent."""
-    two = Case(zero_stage=1, stages_per_rank=2, schedule="interleaved", **SIZES)
-    ((_, _, calls, _), _) = run_locally(reduced_on_rank, 2, two, True, timeout=100)
+    sizes = SIZES | {"model": {"num_hidden_layers": 2}}
+    two = Case(zero_stage=1, stages_per_rank=2, schedule="interleaved", **sizes)
+    (((_, _, calls, _), _),) = run_locally(reduced_on_rank, 2, [two])[0]
     assert "reduce_scatter" not in calls and calls["all_reduce"]
