@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import zipfile
+from itertools import product
 
 import pytest
 import torch
@@ -72,8 +73,15 @@ def assert_refused(tmp_path, capsys):
     return check
 
 
-@pytest.mark.parametrize("form", ["zip", "zip of protocol 4", "legacy", "raw"])
-@pytest.mark.parametrize("name", NAMES)
+FORMS = ["zip", "zip of protocol 4", "legacy", "raw"]
+# Each name in one form, and each form with one name.
+PAIRS = [(name, FORMS[number % len(FORMS)]) for number, name in enumerate(NAMES)]
+OTHERS = [pair for pair in product(NAMES, FORMS) if pair not in PAIRS]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHERS)]
+)
 def test_hostile_file_of_deepspeed_is_refused(tmp_path, assert_refused, name, form):
     state = {"module": {}, "client": calls(tmp_path / "ran")[name]}
     file = io.BytesIO()

@@ -28,16 +28,17 @@ def in_a_child(fault, *args):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.fixture
-def conversion(tmp_path):
+@pytest.fixture(scope="module")
+def conversion(tmp_path_factory):
     """The arguments of a conversion, and the points that it passes."""
-    config = write_config(tmp_path, warmup=0)
-    Run().save(tmp_path / "theirs")
-    args = (tmp_path / "theirs", tmp_path / "runs" / "first", config, *SEEN)
+    root = tmp_path_factory.mktemp("killed")
+    config = write_config(root, warmup=0)
+    Run().save(root / "theirs")
+    args = (root / "theirs", root / "runs" / "first", config, *SEEN)
     assert in_a_child("kill none 0", *args) == 0  # it prepares the corpus
-    args = (args[0], tmp_path / "runs" / "recorded", *args[2:])
-    assert in_a_child(f"record {tmp_path}/points", *args) == 0
-    points = (tmp_path / "points-0").read_text().splitlines()
+    args = (args[0], root / "runs" / "recorded", *args[2:])
+    assert in_a_child(f"record {root}/points", *args) == 0
+    points = (root / "points-0").read_text().splitlines()
     return args[0], config, points
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint import save
 
 from tests.foreign.continuing import convert_checkpoint
-from tests.foreign.plain import SEEN, adamw
+from tests.foreign.plain import SEEN, Run, adamw
 from tests.foreign.sources import SIZES, write_config
 
 pytestmark = pytest.mark.gloo
@@ -54,22 +54,31 @@ def trained():
     return model, optimizer
 
 
-@pytest.mark.parametrize("program", [pytest.param("torch", marks=pytest.mark.slow), "Trainer"])
-def test_memory_is_that_of_a_parameter(tmp_path, trained, program):
-    model, optimizer = trained
-    config = write_config(tmp_path, sizes=LARGE, warmup=0)
-    folder = tmp_path / "theirs"
+def save_as(program, folder, model, optimizer):
+    """Save a run as a distributed checkpoint of torch, or the files of the Trainer's folder."""
     state = optimizer.state_dict()
-    options = SEEN
     if program == "torch":
         save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=folder, no_dist=True)
-    else:
-        model.save_pretrained(folder)
-        torch.save(state, folder / "optimizer.pt")
-        (folder / "trainer_state.json").write_text('{"global_step": 1}')
-    # One conversion first, so that what it imports is loaded before memory is measured.
-    assert convert_checkpoint(folder, tmp_path / "runs" / "first", config, *options) == 0
-    growth = growth_in_a_child(folder, tmp_path / "runs" / "second", config, *options)
+        return
+    model.save_pretrained(folder)
+    torch.save(state, folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text('{"global_step": 1}')
+
+
+@pytest.mark.parametrize("program", [pytest.param("torch", marks=pytest.mark.slow), "Trainer"])
+def test_memory_is_that_of_a_parameter(tmp_path, trained, program):
+    # A small one first, so that what it imports is loaded before memory is measured.
+    small = tmp_path / "small"
+    run = Run()
+    small.mkdir()
+    save_as(program, small / "theirs", run.model, run.optimizer)
+    config = write_config(small, warmup=0)
+    assert convert_checkpoint(small / "theirs", small / "new", config, *SEEN) == 0
+    model, optimizer = trained
+    folder = tmp_path / "theirs"
+    save_as(program, folder, model, optimizer)
+    config = write_config(tmp_path, sizes=LARGE, warmup=0)
+    growth = growth_in_a_child(folder, tmp_path / "new", config, *SEEN)
     bytes_of_model = 3 * sum(4 * weight.numel() for weight in model.parameters())
     largest = max(4 * weight.numel() for weight in model.parameters())
     assert bytes_of_model > 300 * largest

@@ -34,7 +34,15 @@ def saved(kind, folder, **options):
 
 
 @pytest.mark.parametrize(
-    "kind", ["gemma2", "phi3", "deepseek_v3", "minimax_m2", "gpt_oss", "olmo2"]
+    "kind",
+    [
+        "phi3",
+        "minimax_m2",
+        "gpt_oss",
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+        pytest.param("olmo2", marks=pytest.mark.slow),
+    ],
 )
 def test_imported_folder_has_the_tensors_that_transformers_saves(kind, tmp_path):
     theirs = saved(kind, tmp_path / "model")
