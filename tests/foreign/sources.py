@@ -7,7 +7,6 @@ model, for which they were trained with the samples that our own loader hands ou
 import json
 from contextlib import nullcontext
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -106,15 +105,14 @@ def loss_of(logits, windows):
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
 
-def build_nothing():
-    """Stand for the building of an operator."""
-
-
 def join():
-    """Join gloo's group, without the operator that DeepSpeed compiles for it on CPUs."""
+    """Join gloo's group, without what DeepSpeed compiles: its operator for CPUs, and its Muon."""
     import deepspeed
 
-    import_module("deepspeed.comm.torch").build_shm_op = build_nothing
+    from parallel3d.engine.quirks import core
+
+    core.skip_shared_memory_operator()
+    core.leave_muon_uncompiled()
     dist.init_process_group("gloo")
     deepspeed.init_distributed("gloo", dist_init_required=False)
     return deepspeed
