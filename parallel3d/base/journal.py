@@ -14,6 +14,12 @@ from parallel3d.base.step_lines import append_line, read_lines
 
 EVENTS = "events.jsonl"
 STEP_PARTS = "step_parts"  # the event with the parts of a step's time on each rank
+COMPUTE_KINDS = (
+    "matmul",
+    "attention",
+    "memory",
+    "host",
+)  # the passes of a step by kind of operation, in that event
 _ENDS = ("end", "fault", "refused")
 _folder: Path | None = None
 _step = 0

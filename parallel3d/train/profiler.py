@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ from parallel3d.schedule import draw
 from parallel3d.schedule.action import Op
 from parallel3d.schedule.schedule import Action, Span
 from parallel3d.train.assembly import Assembly
+from parallel3d.train.compute_kinds import ComputeKinds
 from parallel3d.train.metrics import Result
 from parallel3d.train.observer import Observer, Step
 
@@ -199,14 +200,27 @@ _PART_OF = {
 }
 
 
+def seconds_without_core() -> float:
+    """Return for how long this thread was ready to run and had no core; 0 if that is unknown."""
+    try:
+        fields = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:
+        return 0.0
+    return int(fields[1]) / 1e9
+
+
 class StepWatch(Observer):
     """Observes steps on every rank and prints the parts of their times on rank 0.
 
     It does so if DeepSpeed's `wall_clock_breakdown` is set. Times are means over a pipeline
-    coordinate's ranks and over the steps since the last line; those of each rank are an event
-    "step_parts" of the journal. "data" is the time to get the batch, "reduction" the reduction of
-    gradients; "waiting" is receives, GATHERs and the bubble. If the program has no GATHER, ZeRO-3's
-    gathers count as forward and backward.
+    coordinate's ranks and over the steps since the last line. "data" is the time to get the batch,
+    "reduction" the reduction of gradients; "waiting" is receives, GATHERs and the bubble. If the
+    program has no GATHER, ZeRO-3's gathers count as forward and backward.
+
+    An event "step_parts" of the journal has for each rank the means and their "spread" (a step's
+    standard deviation), the number of threads, the seconds that the main thread was "on core" and
+    "without core" (ready to run, while others had the cores), and the run's second step, which is
+    in no mean, by kind of operation.
     """
 
     collectives = "all_gather of times or traffic, after the steps that are printed"
@@ -216,8 +230,8 @@ class StepWatch(Observer):
         self._mesh = mesh
         self._parts = parts
         self._say = say
-        self._sums = dict.fromkeys(PARTS, 0.0)
-        self._steps = 0
+        self._timed: list[dict[str, float]] = []
+        self._kinds: ComputeKinds | None = None
         self._first: int | None = None
         self._counted = self._profiled = False
 
@@ -235,13 +249,24 @@ class StepWatch(Observer):
         traffic = Traffic(self._mesh, chosen) if count else None
         began = time.perf_counter()
         began_unix = time.time()
+        on_core = time.thread_time()
+        waited = seconds_without_core()
         times = self._config.wall_clock_breakdown
         timed = (self._parts.executor, self._parts.engine) if times else ()
-        with traffic or nullcontext(), timing(*timed):
+        profiling = self._kinds_of(number)
+        by_kind = profiling.measuring() if profiling else nullcontext()
+        with traffic or nullcontext(), timing(*timed), by_kind:
             yield
         step_seconds = time.perf_counter() - began
         if times:
-            self._add(step_seconds, before_program=self._parts.executor.started - began_unix)
+            before_program = self._parts.executor.started - began_unix
+            seconds = self._parts_of(step_seconds, before_program)
+            seconds["on core"] = time.thread_time() - on_core
+            seconds["without core"] = seconds_without_core() - waited
+            if profiling:
+                profiling.of_passes(seconds["forward"] + seconds["backward"])
+            if not profiling or not self._timed:  # a profile makes the step longer
+                self._timed.append(seconds)
             if last or (number + 1) % self._config.steps_per_print == 0:
                 self._show_times(number + 1)
         if traffic:
@@ -252,8 +277,17 @@ class StepWatch(Observer):
             self._profiled = True
             self._show_flops(number + 1, step_seconds)
 
-    def _add(self, step_seconds: float, before_program: float) -> None:
-        """Add a step's parts; its program began `before_program` seconds after the step."""
+    def _kinds_of(self, number: int) -> ComputeKinds | None:
+        """Return what measures the run's second step by kind of operation; None for others."""
+        config = self._config
+        is_second = number - 1 == self._first
+        if config.wall_clock_breakdown and is_second and config.train.profile is None:
+            self._kinds = ComputeKinds(self._mesh.device)
+            return self._kinds
+        return None
+
+    def _parts_of(self, step_seconds: float, before_program: float) -> dict[str, float]:
+        """Return a step's parts; its program began `before_program` seconds after the step."""
         executor = self._parts.executor
         seconds = dict.fromkeys(PARTS, 0.0)
         seconds["data"] = max(0.0, before_program)
@@ -266,29 +300,34 @@ class StepWatch(Observer):
         seconds["reduction"] += max(0.0, executor.ended - executor.started - program)
         seconds["optimizer"] = self._parts.engine.step_seconds
         seconds["rest"] = max(0.0, step_seconds - sum(seconds.values()))
-        for name, value in seconds.items():
-            self._sums[name] += value
-        self._steps += 1
+        return seconds
 
     def _show_times(self, step: int) -> None:
-        own = [self._mesh.pipeline.coord, *(s / self._steps for s in self._sums.values())]
-        rows = self._mesh.messages.gather_floats(own)
+        """Print the means of the parts of each stage, and record those of each rank."""
+        timed = self._timed
+        own: dict[str, float] = {
+            "pp_coord": self._mesh.pipeline.coord,
+            "threads": torch.get_num_threads(),
+            "steps": len(timed),
+        }
+        for name in timed[0]:
+            values = [seconds[name] for seconds in timed]
+            own[name] = mean(values)
+            own[f"{name} spread"] = stdev(values) if len(values) > 1 else 0.0
+        if self._kinds:
+            own |= self._kinds.seconds
+        rows = self._mesh.messages.gather_floats([*own.values()])
+        ranks = [dict(zip(own, row, strict=True)) for row in rows]
         if self._mesh.rank == 0:
-            ranks = [
-                {"pp_coord": int(pp), **dict(zip(PARTS, parts, strict=True))} for pp, *parts in rows
-            ]
-            record(STEP_PARTS, step=step, steps=self._steps, ranks=ranks)
+            record(STEP_PARTS, step=step, steps=len(timed), ranks=ranks)
         for pp in range(self._mesh.pipeline.size):
-            stage_rows = [row[1:] for row in rows if row[0] == pp]
-            means = [
-                1e3 * sum(column) / len(stage_rows) for column in zip(*stage_rows, strict=True)
-            ]
-            words = " + ".join(f"{n} {ms:.1f}" for n, ms in zip(PARTS, means, strict=True))
+            stage = [rank for rank in ranks if rank["pp_coord"] == pp]
+            means = {name: 1e3 * mean(rank[name] for rank in stage) for name in PARTS}
+            words = " + ".join(f"{name} {ms:.1f}" for name, ms in means.items())
             place = f"pp {pp}, " if self._mesh.pipeline.size > 1 else ""
-            over = f"mean of {self._steps}"
-            self._say(f"time    step {step}, {place}{over}: {sum(means):.1f} ms = {words}")
-        self._sums = dict.fromkeys(PARTS, 0.0)
-        self._steps = 0
+            total = sum(means.values())
+            self._say(f"time    step {step}, {place}mean of {len(timed)}: {total:.1f} ms = {words}")
+        self._timed = []
 
     def _show_traffic(self, step: int, traffic: Traffic) -> None:
         """Print the traffic of the first rank of each stage; its other ranks do the same."""

@@ -1,14 +1,18 @@
 """wall_clock_breakdown, flops_profiler and comms_logger on real ranks: figures recomputed."""
 
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.profiler import record_function
 
 from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
 from parallel3d.schedule.action import Action, Span
+from parallel3d.train import profiler
 from parallel3d.train.profiler import StepWatch
 from tests.config.styles import SIZES, corpus_in, filled
 from tests.train.running import start
@@ -46,7 +50,8 @@ def test_parts_of_step_add_up_to_step_time(logged_run):
     _, lines = logged_run
     times = [line for line in lines if line.startswith("time ")]
     steps = [re.match(r"time +step (\d+), pp (\d), mean of (\d+): ", line) for line in times]
-    expected = [(s, p, EVERY) for s in (2, 4) for p in (0, 1)]
+    # The second step is profiled, and in no mean.
+    expected = [(s, p, count) for s, count in ((2, 1), (4, EVERY)) for p in (0, 1)]
     assert [tuple(map(int, match.groups())) for match in steps] == expected
     for line in times:
         total, _, parts = line.partition(": ")[2].partition(" ms = ")
@@ -70,8 +75,7 @@ def test_reduction_among_actions_is_not_counted_as_waiting():
     executor = SimpleNamespace(spans=spans, started=100.0, ended=111.0)
     parts = SimpleNamespace(executor=executor, engine=SimpleNamespace(step_seconds=0.5))
     watch = StepWatch(None, None, parts, say=print)
-    watch._add(12.0, before_program=0.25)
-    assert watch._sums == {
+    assert watch._parts_of(12.0, before_program=0.25) == {
         "data": 0.25,
         "forward": 1,
         "backward": 2,
@@ -80,6 +84,39 @@ def test_reduction_among_actions_is_not_counted_as_waiting():
         "optimizer": 0.5,
         "rest": 0.25,
     }
+
+
+def test_event_has_means_spreads_and_kinds(monkeypatch):
+    """Of the second step, which is profiled, the kinds of its computes alone are kept."""
+    events = []
+    monkeypatch.setattr(profiler, "record", lambda event, **values: events.append(values))
+    off = SimpleNamespace(enabled=False, prof_all=True, prof_ops=[])
+    config = SimpleNamespace(wall_clock_breakdown=True, steps_per_print=4, num_steps=4)
+    config.comms_logger = config.flops_profiler = off
+    config.train = SimpleNamespace(profile=None)
+    mesh = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    mesh.pipeline = SimpleNamespace(coord=0, size=1)
+    mesh.messages = SimpleNamespace(gather_floats=lambda own: [own])
+    executor = SimpleNamespace(timed=False, started=0.0, ended=0.0, spans=[])
+    engine = SimpleNamespace(timed=False, step_seconds=0.0)
+    lines = []
+    parts = SimpleNamespace(executor=executor, engine=engine)
+    watch = StepWatch(config, mesh, parts, say=lines.append)
+    for number, seconds in enumerate((0.1, 9.0, 0.2, 0.6)):
+        with watch.around(SimpleNamespace(number=number)):
+            assert executor.timed
+            with record_function("0F0"):
+                torch.ones(64, 64) @ torch.ones(64, 64)
+            executor.started = executor.ended = time.time()
+            executor.spans = [Span(Action.parse("0F0"), 0.0, seconds)]
+            executor.ended += seconds
+    (values,) = events
+    (rank,) = values["ranks"]
+    assert rank["forward"] == pytest.approx(0.3) and rank["steps"] == 3
+    assert rank["forward spread"] == pytest.approx(0.2646, rel=1e-3)
+    assert 0 < rank["matmul"] < 9 and rank["host"] == pytest.approx(9, abs=0.5)
+    assert rank["on core"] > 0 and rank["without core"] >= 0 and rank["threads"] >= 1
+    assert lines[0].startswith("time    step 4, mean of 3: ")
 
 
 def test_calls_and_bytes_are_those_of_the_schedule(logged_run):

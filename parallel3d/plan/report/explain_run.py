@@ -2,10 +2,14 @@
 
 A run with `wall_clock_breakdown` records the parts of its step on each rank. The last rank to
 arrive at a collective or a message waits least, so of parts that contain waits the least counts.
+
+On shared cores the kernel tells for how long a rank was ready to run while other programs had its
+core. That time is taken out of the computes, and out of the waits of the ranks that wait for it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import hypot, sqrt
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -15,20 +19,38 @@ from rich.table import Table
 
 from parallel3d.base import terminal
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.journal import EVENTS, STEP_PARTS
+from parallel3d.base.journal import COMPUTE_KINDS, EVENTS, STEP_PARTS
 from parallel3d.base.reader import JsonObject
 from parallel3d.base.step_lines import read_lines
+from parallel3d.config.hardware import Hardware
+from parallel3d.plan.layers.placement import (
+    cost_of,
+    layers_by_stage,
+    model_of,
+    recompute_of,
+    stages_on,
+)
 from parallel3d.plan.report.plan_table import three
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.plans import Plan
 from parallel3d.plan.search.remedy import all_fit, words_of
-from parallel3d.plan.time.operators import curves_for
+from parallel3d.plan.setting import RankShare
+from parallel3d.plan.time.operators import curves_for, work_seconds
 from parallel3d.plan.time.step import costs_of, step_time
 
 WAITS = ("waiting", "reduction", "optimizer", "rest")  # each may contain waits for other ranks
 PARTS = ("data", "slow rank", "compute", *WAITS)
+OTHERS = "other programs"
+"""The part of a step in which a rank had no core. It is shown, and never named as the cause."""
 LEAST_EXCESS = 0.05
 """The share of a planned step below which a part's excess is within the planner's error."""
+_KIND_NAMES = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory": "memory-bound operators",
+    "host": "host time between operators",
+}
+assert tuple(_KIND_NAMES) == COMPUTE_KINDS
 
 
 def measured_parts(run: Path) -> list[dict[str, Any]]:
@@ -58,7 +80,8 @@ def planned_parts(plan: Plan) -> list[dict[str, float]]:
     setting = plan.setting
     hardware = plan.request.hardware
     costs = costs_of(setting, hardware, curves_for(hardware))
-    count = setting.num_microbatches
+    # Waits for a core that other ranks have are waits, not computes.
+    count = setting.num_microbatches / hardware.crowd(setting.mesh.ranks)
     each = []
     for coord_class in costs.layout.coord_class_of:
         stages = costs.layout.coords[coord_class]
@@ -75,17 +98,65 @@ def planned_parts(plan: Plan) -> list[dict[str, float]]:
     return each
 
 
+def planned_kinds(plan: Plan, coord: int) -> dict[str, float]:
+    """Return the planned seconds of a coordinate's passes by the names of COMPUTE_KINDS.
+
+    "host" is the rest: the host's time, and collectives inside the passes.
+    """
+    setting = plan.setting
+    work = setting.workload
+    hardware = plan.request.hardware
+    curves = curves_for(hardware)
+    own = RankShare.of(setting)
+    model = model_of(work.layers)
+    stages = layers_by_stage(model, setting.num_stages, work.seq)
+    schedule = setting.order.schedule
+    kinds = dict.fromkeys(COMPUTE_KINDS, 0.0)
+    count = setting.num_microbatches / hardware.crowd(setting.mesh.ranks)
+    for stage in stages_on(schedule, setting.mesh.pp, setting.order.stages_per_rank)[coord]:
+        part = stages[stage]
+        ways = recompute_of(part, setting.flow.recompute)
+        for kind, way in zip(part.kinds, ways, strict=True):
+            cost = cost_of(model, kind, own.shape, own.tp, own.sequence_parallel, way)
+            passes = ((cost.forward, False), (cost.forward, True), (cost.recomputed, False))
+            for operators, backward in passes:
+                seconds = work_seconds(
+                    operators,
+                    work.precision,
+                    hardware,
+                    curves,
+                    work.software,
+                    setting.mesh.ranks,
+                    backward,
+                )
+                kinds["matmul"] += count * seconds.matmuls
+                kinds["attention"] += count * seconds.attention
+                kinds["memory"] += count * seconds.traffic
+    compute = planned_parts(plan)[coord]["compute"]
+    kinds["host"] = max(0.0, compute - sum(kinds.values()))
+    return kinds
+
+
+Pair = tuple[float, float]  # measured and planned seconds
+
+
 @dataclass(frozen=True)
 class Explanation:
     """A measured step beside its plan.
 
-    - `seconds`: measured and planned, by the names of PARTS, which add up to the steps' times.
-    - `part`: the part with the largest excess, or "" if none exceeds LEAST_EXCESS of the plan.
+    - `seconds`: measured and planned, by the names of PARTS and OTHERS, which add up to the steps'
+      times.
+    - `errors`: the standard errors of what was measured.
+    - `kinds`: the computes by the names of COMPUTE_KINDS; empty if the run did not measure them.
+    - `part`: the part with the largest excess, or "" if none exceeds LEAST_EXCESS of the plan and
+      two standard errors.
     - `rank`: the slow rank, if that is the part.
     - `setting`: the one setting to change, and `gain`: the seconds that it should save.
     """
 
-    seconds: Mapping[str, tuple[float, float]]
+    seconds: Mapping[str, Pair]
+    errors: Mapping[str, float]
+    kinds: Mapping[str, Pair]
     part: str
     rank: int | None
     setting: str
@@ -97,14 +168,23 @@ class Explanation:
         measured, planned = self.seconds.get(self.part, (0.0, 0.0))
         return measured - planned
 
+    @property
+    def kind(self) -> str:
+        """The kind of operation with the largest excess, if the part is the computes."""
+        if self.part != "compute" or not self.kinds:
+            return ""
+        return max(self.kinds, key=lambda name: self.kinds[name][0] - self.kinds[name][1])
+
     def to_json(self) -> JsonObject:
         """Return the object of `parallel3d plan --explain-run RUN --json`."""
-        parts = {}
-        for name, (measured, planned) in self.seconds.items():
-            parts[name] = {"measured": measured, "planned": planned}
+        parts = {name: _both(pair) for name, pair in self.seconds.items()}
+        for name, error in self.errors.items():
+            parts[name]["standard_error"] = error
         return {
             "parts": parts,
+            "compute": {name: _both(pair) for name, pair in self.kinds.items()},
             "part": self.part,
+            "kind": self.kind,
             "excess_seconds": self.excess,
             "rank": self.rank,
             "setting": self.setting,
@@ -112,45 +192,112 @@ class Explanation:
         }
 
 
-def explain_run(plan: Plan, ranks: Sequence[Mapping[str, Any]]) -> Explanation:
+def _both(pair: Pair) -> dict[str, float]:
+    measured, planned = pair
+    return {"measured": measured, "planned": planned}
+
+
+class _MeasuredRank:
+    """A rank's measured parts without the time in which it had no core.
+
+    - `lost`: that time, if other programs took the core; if more ranks than cores share them, it is
+      a part of "waiting".
+    - `passes`: forwards and backwards.
+    """
+
+    def __init__(self, parts: Mapping[str, float], hardware: Hardware, num_ranks: int) -> None:
+        self.parts = dict(parts)
+        self.coord = int(parts["pp_coord"])
+        self.lost = parts.get("without core", 0.0) if hardware.cores is not None else 0.0
+        passes = parts["forward"] + parts["backward"]
+        busy = passes + parts["optimizer"] + parts["rest"]
+        share = 1 - min(0.9, self.lost / busy) if busy else 1.0
+        self.passes = share * passes
+        self.parts["optimizer"] *= share
+        self.parts["rest"] *= share
+        if hardware.crowd(num_ranks) > 1:
+            self.parts["waiting"] += self.lost
+            self.lost = 0.0
+
+    def error(self, *names: str) -> float:
+        """Return the standard error of the sum of some parts."""
+        spreads = [self.parts.get(f"{name} spread", 0.0) for name in names]
+        return hypot(*spreads) / sqrt(self.parts.get("steps", 1.0))
+
+
+def explain_run(plan: Plan, measured: Sequence[Mapping[str, Any]]) -> Explanation:
     """Compare the measured parts of each rank's step with the plan of the same setting."""
     planned = planned_parts(plan)
-    computes = [rank["forward"] + rank["backward"] for rank in ranks]
-    ratios = []
-    for rank, seconds in zip(ranks, computes, strict=True):
-        ratios.append(seconds / planned[rank["pp_coord"]]["compute"])
+    hardware = plan.request.hardware
+    ranks = [_MeasuredRank(parts, hardware, len(measured)) for parts in measured]
+    ratios = [rank.passes / planned[rank.coord]["compute"] for rank in ranks]
     usual = median_low(ratios)
     slowest = ratios.index(max(ratios))
-    own = planned[ranks[slowest]["pp_coord"]]
-    measured = {
-        "data": max(rank["data"] for rank in ranks),
-        "slow rank": computes[slowest] - usual * own["compute"],
+    slow = ranks[slowest]
+    own = planned[slow.coord]
+    latest = max(ranks, key=lambda rank: rank.parts["data"])
+    seconds = {
+        "data": latest.parts["data"],
+        "slow rank": slow.passes - usual * own["compute"],
         "compute": usual * own["compute"],
     }
+    of_passes = slow.error("forward", "backward")
+    errors = {"data": latest.error("data"), "slow rank": of_passes, "compute": of_passes}
     for name in WAITS:
-        excesses = [rank[name] - planned[rank["pp_coord"]][name] for rank in ranks]
-        measured[name] = own[name] + min(excesses)
-    pairs = {name: (measured[name], own.get(name, 0.0)) for name in PARTS}
+        excesses = []
+        for place, rank in enumerate(ranks):
+            excess = rank.parts[name] - planned[rank.coord][name]
+            others_lost = max([r.lost for r in ranks[:place] + ranks[place + 1 :]], default=0.0)
+            # It may have waited for ranks that had no core.
+            excesses.append(max(min(0.0, excess), excess - others_lost))
+        seconds[name] = own[name] + min(excesses)
+        errors[name] = slow.error(name)
+    pairs = {name: (seconds[name], own.get(name, 0.0)) for name in PARTS}
+    pairs[OTHERS] = (max(rank.lost for rank in ranks), 0.0)
     part = max(PARTS, key=lambda name: pairs[name][0] - pairs[name][1])
     excess = pairs[part][0] - pairs[part][1]
-    if excess < LEAST_EXCESS * plan.time.seconds:
+    if excess < max(LEAST_EXCESS * plan.time.seconds, 2 * errors[part]):
         part = ""
-    setting, gain = _change(plan, part, excess, pairs)
-    return Explanation(pairs, part, slowest if part == "slow rank" else None, setting, gain)
+    setting, gain = _change(plan, part, excess, pairs, int(slow.parts.get("threads", 0)))
+    kinds = _kinds(plan, slow, seconds["compute"])
+    named = slowest if part == "slow rank" else None
+    return Explanation(pairs, errors, kinds, part, named, setting, gain)
+
+
+def _kinds(plan: Plan, rank: _MeasuredRank, compute: float) -> dict[str, Pair]:
+    """Return the kinds of operation of a rank's computes, which take `compute` seconds in all."""
+    measured = [rank.parts.get(name, 0.0) for name in COMPUTE_KINDS]
+    if not any(measured):
+        return {}
+    planned = planned_kinds(plan, rank.coord)
+    scale = compute / sum(measured)
+    pairs = {}
+    for name, seconds in zip(COMPUTE_KINDS, measured, strict=True):
+        pairs[name] = (scale * seconds, planned[name])
+    return pairs
 
 
 def _change(
-    plan: Plan, part: str, excess: float, seconds: Mapping[str, tuple[float, float]]
+    plan: Plan, part: str, excess: float, seconds: Mapping[str, Pair], threads: int
 ) -> tuple[str, float]:
-    """Return the one setting that should save most, and the seconds that it should save."""
+    """Return the one setting that should save most, and the seconds that it should save.
+
+    - `threads`: of the slowest rank; 0 if the run did not record them.
+    """
     match part:
         case "data":
             return "parallel3d.data.read_ahead: read more steps in advance", excess
         case "slow rank":
             return "leave this rank's host out, or free it of other work", excess
     found = _best_neighbour(plan, seconds)
-    if part == "compute" and plan.request.hardware.cores is not None and excess > found[1]:
-        return "OMP_NUM_THREADS: more threads for a rank, or fewer ranks on the cores", excess
+    hardware = plan.request.hardware
+    if part == "compute" and hardware.cores is not None and excess > found[1]:
+        ranks = hardware.sharing(plan.setting.mesh.ranks)
+        wanted = max(1, int(hardware.cores.count.value) // ranks)
+        if not threads:
+            return "OMP_NUM_THREADS: more threads for a rank, or fewer ranks on the cores", excess
+        if threads != wanted:
+            return f"OMP_NUM_THREADS: {wanted} for each rank instead of {threads}", excess
     if part in ("waiting", "reduction") and found[1] < 0.2 * excess:
         return "the link between its ranks (no setting of this mesh saves a fifth of that)", excess
     return found
@@ -168,7 +315,7 @@ _MEASURED_IN = {
 }
 
 
-def _best_neighbour(plan: Plan, seconds: Mapping[str, tuple[float, float]]) -> tuple[str, float]:
+def _best_neighbour(plan: Plan, seconds: Mapping[str, Pair]) -> tuple[str, float]:
     """Return the planner's choice whose change alone saves most, and the seconds that it saves.
 
     Each part of the other plan is scaled by what the run measured of it, but not below the plan.
@@ -203,8 +350,12 @@ def sentence(explanation: Explanation) -> str:
     """Return the part with the largest excess, and the setting to change, in words."""
     first = f"no part exceeds its plan by {100 * LEAST_EXCESS:.0f} % of the planned step"
     if explanation.part:
-        rank = "" if explanation.rank is None else f" (rank {explanation.rank})"
-        first = f"largest excess: {explanation.part}{rank}, {three(explanation.excess)} s"
+        more = ""
+        if explanation.rank is not None:
+            more = f" (rank {explanation.rank})"
+        elif explanation.kind:
+            more = f" (mostly {_KIND_NAMES[explanation.kind]})"
+        first = f"largest excess: {explanation.part}{more}, {three(explanation.excess)} s"
     gain = f", about {three(explanation.gain)} s a step" if explanation.gain > 0 else ""
     return f"{first}; setting to change: {explanation.setting}{gain}"
 
@@ -212,10 +363,18 @@ def sentence(explanation: Explanation) -> str:
 def show(explanation: Explanation, plan: Plan, out: Console) -> None:
     """Print the parts side by side, the one with the largest excess, and the setting to change."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("seconds of a step", "measured", "plan", "excess"):
+    for column in ("seconds of a step", "measured", "±", "plan", "excess"):
         table.add_column(column, justify="left" if column.startswith("seconds") else "right")
-    for name, (measured, planned) in explanation.seconds.items():
-        cells = (measured, planned, measured - planned)
-        table.add_row(name, *("–" if abs(cell) < 5e-7 else three(cell) for cell in cells))
+    for name, pair in explanation.seconds.items():
+        table.add_row(name, *_cells(pair, explanation.errors.get(name, 0.0)))
+        if name == "compute":
+            for kind, own in explanation.kinds.items():
+                table.add_row(f"  {_KIND_NAMES[kind]}", *_cells(own))
     out.print(table)
     terminal.say(out, f"\nplanned step: {three(plan.time.seconds)} s; {sentence(explanation)}")
+
+
+def _cells(pair: Pair, error: float = 0.0) -> list[str]:
+    measured, planned = pair
+    cells = (measured, error, planned, measured - planned)
+    return ["–" if abs(cell) < 5e-7 else three(cell) for cell in cells]

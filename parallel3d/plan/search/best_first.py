@@ -23,7 +23,7 @@ from parallel3d.base import explain
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.model.recompute import FULL, NONE, Recompute
 from parallel3d.plan.layers.placement import blocks_in_stages
-from parallel3d.plan.memory.peak import least_in_flight, peak_of
+from parallel3d.plan.memory.peak import exceeds, least_in_flight, peak_of
 from parallel3d.plan.request import FixedChoices, Request
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import setting_of
@@ -209,15 +209,21 @@ class _Search:
     def _with_fewest_in_full(self, setting: Setting) -> Setting:
         """Return a setting with as few layers as fit recomputed in full; "none" if none need be."""
 
+        def fewer(num_layers: int) -> Setting:
+            return setting.recomputing(Recompute(full_layers=num_layers))
+
+        def first_fits(num_layers: int) -> bool:
+            return not exceeds(fewer(num_layers), 0, self.hardware, self.room)
+
         def fits(num_layers: int) -> bool:
-            fewer = setting.recomputing(Recompute(full_layers=num_layers))
-            return all_fit(fewer, self.hardware, self.room)
+            return all_fit(fewer(num_layers), self.hardware, self.room)
 
         all_layers = max(blocks_in_stages(setting))
-        enough = bisect_left(range(all_layers), True, key=fits)
-        if enough == all_layers:
-            return setting
-        return setting.recomputing(Recompute(full_layers=enough))
+        # The first rank most often decides, and is looked at alone before all are.
+        enough = bisect_left(range(all_layers), True, key=first_fits)
+        if enough < all_layers and not fits(enough):
+            enough = bisect_left(range(all_layers), True, lo=enough + 1, key=fits)
+        return setting if enough == all_layers else fewer(enough)
 
     def _bound(self, setting: Setting) -> float:
         seconds = lower_bound(setting, self.hardware, self.curves)

@@ -7,8 +7,15 @@ import pytest
 
 from launch import plan as command
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.journal import COMPUTE_KINDS
 from parallel3d.config import RunConfig
-from parallel3d.plan.report.explain_run import explain_run, measured_parts, planned_parts
+from parallel3d.plan.report.explain_run import (
+    OTHERS,
+    explain_run,
+    measured_parts,
+    planned_kinds,
+    planned_parts,
+)
 from parallel3d.plan.report.plan_rows import as_written
 from parallel3d.plan.request import request_of
 from tests.plan.toy_cluster import config, machine
@@ -99,6 +106,70 @@ def test_run_that_is_as_slow_as_planned_is_told_the_best_setting():
     assert told.setting == "optimizer on none"
     without = plan_of()
     assert told.gain == pytest.approx(offloaded.time.seconds - without.time.seconds, rel=1e-6)
+
+
+def test_time_without_a_core_is_neither_compute_nor_wait():
+    """Another program has half of one rank's core; the other ranks wait for it."""
+    plan = plan_of(cores=4)
+    ranks = as_planned(plan)
+    lost = 0.5 * plan.time.seconds
+    for place, rank in enumerate(ranks):
+        if place == 2:
+            rank["backward"] += lost
+            rank["without core"] = lost
+        else:
+            rank["reduction"] += lost
+    explained = explain_run(plan, ranks)
+    assert explained.part == ""
+    assert explained.seconds[OTHERS] == (lost, 0.0)
+    for rank in ranks:
+        rank.pop("without core", None)
+    assert explain_run(plan, ranks).part == "slow rank"
+
+
+def test_excess_within_its_spread_is_not_named():
+    plan = plan_of()
+    ranks = as_planned(plan)
+    lost = 0.3 * plan.time.seconds
+    for rank in ranks:
+        rank["data"] += lost
+        rank["steps"] = 4
+        rank["data spread"] = 1.1 * lost
+    assert explain_run(plan, ranks).part == "", "two standard errors are all of it"
+    for rank in ranks:
+        rank["data spread"] = lost / 2
+    told = explain_run(plan, ranks)
+    assert told.part == "data" and told.errors["data"] == pytest.approx(lost / 4)
+
+
+@pytest.mark.parametrize("name", [*COMPUTE_KINDS])
+def test_kind_of_operation_with_the_largest_excess_is_named(name):
+    plan = plan_of(cores=4)
+    ranks = as_planned(plan)
+    for rank in ranks:
+        kinds = planned_kinds(plan, rank["pp_coord"])
+        compute = sum(kinds.values())
+        assert compute == pytest.approx(rank["forward"] + rank["backward"])
+        rank["forward"] += compute
+        rank |= kinds
+        rank[name] += compute
+    told = explain_run(plan, ranks)
+    assert (told.part, told.kind) == ("compute", name)
+    measured, planned = told.kinds[name]
+    assert measured - planned == pytest.approx(told.excess)
+
+
+def test_threads_are_compared_with_the_cores_of_a_rank():
+    plan = plan_of(cores=4, mesh=(1, 2))
+    ranks = as_planned(plan)
+    for rank in ranks:
+        rank["forward"] *= 3
+        rank["threads"] = 1
+    told = explain_run(plan, ranks)
+    assert told.setting == "OMP_NUM_THREADS: 2 for each rank instead of 1"
+    for rank in ranks:
+        rank["threads"] = 2
+    assert "OMP_NUM_THREADS" not in explain_run(plan, ranks).setting
 
 
 def test_command_reads_a_run_and_refuses_one_without_parts(tmp_path, monkeypatch, capsys):
