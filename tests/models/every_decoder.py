@@ -114,11 +114,11 @@ def _plain(line: str) -> str:
 
 
 def _reason(message: str) -> str:
-    """Return what a message says about the architecture."""
+    """Return what a message says about the architecture, without the remedy at its end."""
     _, quoted, text = message.partition('": ')
     if not quoted:
         return f"cannot be built small: {_plain(message.splitlines()[-2])}"
-    return text.partition("; use another model")[0].splitlines()[0]
+    return text.splitlines()[0].rpartition("; ")[0]
 
 
 def mesh_of(share: float) -> tuple[int, int, int]:

@@ -49,7 +49,7 @@ ATTENTION = [
     ("gemma2", {"query_pre_attn_scalar": 5, "attn_logit_softcapping": 1.0}),
     ("cohere2", {"sliding_window_pattern": 2, "logit_scale": 0.25}),
     ("olmo", {"clip_qkv": 0.05}),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     ("gpt2", {"n_inner": None, "scale_attn_weights": False}),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     ("falcon", {"alibi": True, "bias": True, "parallel_attn": False}),
