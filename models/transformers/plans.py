@@ -14,6 +14,9 @@ EXPERTS = "moe_tp_experts"
 PACKED = "packed_colwise"
 HEADS = "packed_heads"
 """Rows of all queries, then those of all keys, then those of all values."""
+_TURNED = "packed_rowwise"
+"""Gates and ups of experts whose matrices are [in, out]: rows there are columns of a linear layer,
+and their other matrix is "colwise"."""
 UNCUT = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate", "")
 """Inside a region these are not cut, so their gradients are parts."""
 
@@ -62,19 +65,6 @@ _OURS = {
         "layers.*.feed_forward.w3": "colwise",
         "layers.*.feed_forward.w2": "rowwise",
     },
-    "llama4_text": _HEADS
-    | {
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.feed_forward.gate_proj": "colwise",
-        "layers.*.feed_forward.up_proj": "colwise",
-        "layers.*.feed_forward.down_proj": "rowwise",
-        "layers.*.feed_forward.shared_expert.gate_proj": "colwise",
-        "layers.*.feed_forward.shared_expert.up_proj": "colwise",
-        "layers.*.feed_forward.shared_expert.down_proj": "rowwise",
-        "layers.*.feed_forward.experts": "moe_tp_experts",
-        "layers.*.feed_forward.experts.gate_up_proj": "packed_colwise",
-        "layers.*.feed_forward.experts.down_proj": "rowwise",
-    },
     "phi3": {
         "layers.*.self_attn.qkv_proj": "packed_heads",
         "layers.*.self_attn.o_proj": "rowwise",
@@ -89,8 +79,12 @@ def plan_of(settings: Any) -> dict[str, str]:
 
     - `settings`: the transformers config.
     """
-    plan = _OURS.get(settings.model_type) or settings.base_model_tp_plan
-    return dict(plan or {})
+    plan = dict(_OURS.get(settings.model_type) or settings.base_model_tp_plan or {})
+    for name, style in list(plan.items()):
+        if style == _TURNED:
+            plan[name] = PACKED
+            plan[name.replace("gate_up_proj", "down_proj")] = ROW
+    return plan
 
 
 def planned(plan: dict[str, str], name: str) -> str:
