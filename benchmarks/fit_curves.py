@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
-from scipy.optimize import least_squares
+from scipy.optimize import lsq_linear
 
 from benchmarks.published import neighbours
 from benchmarks.published.rows import ROWWISE, PublishedRun, read
@@ -31,39 +31,38 @@ from benchmarks.published.statistics import errors
 from parallel3d.plan.time.operators import FILE, Curves
 from parallel3d.plan.time.step import lower_bound, step_time
 
-# What is fitted, with bounds; the rest of Curves stays at its defaults.
+# What is fitted, with bounds. The rest of Curves stays at its defaults: these rows do not move it.
 BOUNDS = {
-    "datasheet": (0.6, 1.0),
     "matmul": (0.7, 1.0),
     "eager": (0.7, 1.0),
     "compiled": (0.7, 1.0),
-    "wave": (1e4, 2e7),
-    "depth": (1.0, 2000.0),
     "fp8": (0.5, 1.0),
     "flash": (0.2, 1.0),
-    "flash_head": (1.0, 200.0),
-    "flash_backward": (0.5, 1.0),
     "ported": (0.4, 1.0),
     "traffic": (0.5, 1.0),
-    "fused": (0.2, 1.0),
-    "optimizer": (0.2, 1.0),
     "link": (0.2, 1.0),
     "network": (0.2, 1.0),
-    "congestion": (1e-3, 0.3),
     "latency": (0.3, 1.5),
     "overlap": (0.2, 1.0),
     "tensor_overlap": (0.2, 1.0),
-    "overhead_per_operator": (1e-6, 1e-5),
-    "overhead_per_collective": (1e-6, 1e-2),
+    "overhead_per_collective": (2e-6, 5e-5),
+    "overhead_per_crossing": (1e-5, 2e-4),
+    "overhead_per_launch": (1e-5, 5e-4),
     "overhead_per_layer": (2e-5, 2e-3),
     "host_overlap": (1.0, 20.0),
-    "overhead_per_action": (1e-6, 5e-3),
-    "overhead_per_gather": (1e-7, 3e-4),
-    "overhead_per_step": (1e-4, 5e-2),
 }
+# Fitted by itself, on the rows with experts: each device's are predicted by those of the others.
+OF_EXPERTS = {"overhead_per_experts": (1e-4, 1e-2)}
+EXPERTS = Path(__file__).with_name("published") / "experts.csv"
 # How much one e-fold of a parameter weighs beside an e-fold of a group's error: as if groups erred
 # by some 15 %, and the defaults were known to some 20 %.
 PRIOR = 0.7
+TYPICAL = 0.1
+"""The error, in e-folds, from which on Huber's loss is linear: that of a median row."""
+REWEIGHTED = 8
+ROUNDS = 3
+STEP = 1.02
+"""The factor on a parameter whose effect is a derivative."""
 # Of a source with many rows alike, every so many-th is fitted; all are reported.
 EVERY = {"vtrain_single": 24, "llm_foundry": 2, "nvidia_dgxc": 2}
 
@@ -92,68 +91,81 @@ def digests(rows: Iterable[PublishedRun]) -> dict[str, str]:
     }
 
 
-class Fit:
-    """Finds the curves for some rows; `ratio` is the simulated step over its lower bound."""
+def linearised(
+    rows: Sequence[PublishedRun], curves: Curves, names: Iterable[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logarithms of the planned seconds [rows], and derivatives by those of the parameters.
 
-    def __init__(
-        self,
-        rows: Sequence[PublishedRun],
-        start: Curves,
-        names: Sequence[str],
-        defaults: Curves | None = None,
-    ) -> None:
-        self.rows = rows
-        self.start = start
-        self.names = names
-        self.defaults = defaults or Curves()
-        counts: dict[str, int] = defaultdict(int)
-        for row in rows:
-            counts[row.group] += 1
-        self.weights = np.array([1 / math.sqrt(counts[row.group]) for row in rows])
-        self.measured = np.log([row.seconds or 1.0 for row in rows])
-        self.ratio = np.zeros(len(rows))
+    The derivatives [rows, names] are of the lower bound, which takes a fraction of the time.
+    """
 
-    def curves(self, x: np.ndarray) -> Curves:
-        """The curves of a vector of logarithms."""
-        values = (float(value) for value in np.exp(x))
-        return replace(self.start, **dict(zip(self.names, values, strict=True)))
+    def bound(changed: Curves) -> np.ndarray:
+        return np.log([lower_bound(row.setting, row.hardware, changed) for row in rows])
 
-    def residuals(self, x: np.ndarray) -> np.ndarray:
-        """Weighted errors of the logarithm, then the prior's pull."""
-        curves = self.curves(x)
-        times = [lower_bound(row.setting, row.hardware, curves) for row in self.rows]
-        error = (np.log(times) + self.ratio - self.measured) * self.weights
-        default = np.log([getattr(self.defaults, name) for name in self.names])
-        return np.concatenate([error, PRIOR * (x - default)])
+    times = np.log([step_time(row.setting, row.hardware, curves).seconds for row in rows])
+    here = bound(curves)
+    columns = []
+    for name in names:
+        more = replace(curves, **{name: getattr(curves, name) * STEP})
+        columns.append((bound(more) - here) / math.log(STEP))
+    return times, np.array(columns).T
 
-    def run(self, rounds: int, evaluations: int) -> Curves:
-        """Fits, with the bound corrected to the simulated step before each round."""
-        low, high = (np.log([BOUNDS[n][side] for n in self.names]) for side in (0, 1))
-        x = np.log([getattr(self.start, name) for name in self.names])
-        for _ in range(rounds):
-            curves = self.curves(x)
-            self.ratio = np.array(
-                [
-                    math.log(
-                        step_time(row.setting, row.hardware, curves).seconds
-                        / lower_bound(row.setting, row.hardware, curves)
-                    )
-                    if row.setting.mesh.pp > 1
-                    else 0.0
-                    for row in self.rows
-                ]
-            )
-            start = np.clip(x, low + 1e-6, high - 1e-6)
-            found = least_squares(
-                self.residuals,
-                start,
-                bounds=(low, high),
-                max_nfev=evaluations,
-                diff_step=1e-3,
-                x_scale=0.3,
-            )
-            x = found.x
-        return self.curves(x)
+
+def solved(
+    rows: Sequence[PublishedRun],
+    line: tuple[np.ndarray, np.ndarray],
+    curves: Curves,
+    bounds: Mapping[str, tuple[float, float]],
+    defaults: Curves,
+    typical: float = TYPICAL,
+) -> Curves:
+    """The curves with the least weighted errors, by Huber's loss, and the least pull of the prior.
+
+    `line`: the rows linearised at `curves`. A row that is further off than `typical` counts by its
+    error instead of its square.
+    """
+    counts: dict[str, int] = defaultdict(int)
+    for row in rows:
+        counts[row.group] += 1
+    weights = np.array([1 / math.sqrt(counts[row.group]) for row in rows])
+    times, slopes = line
+    errors_now = np.log([row.seconds or 1.0 for row in rows]) - times
+    here = np.log([getattr(curves, name) for name in bounds])
+    default = np.log([getattr(defaults, name) for name in bounds])
+    low, high = (np.log([pair[side] for pair in bounds.values()]) for side in (0, 1))
+    trust = np.ones(len(rows))
+    for _ in range(REWEIGHTED):
+        own = weights * trust
+        moved = lsq_linear(
+            np.vstack([slopes * own[:, None], PRIOR * np.eye(len(bounds))]),
+            np.concatenate([errors_now * own, PRIOR * (default - here)]),
+            bounds=(low - here - 1e-9, high - here + 1e-9),
+        ).x
+        off = np.abs(errors_now - slopes @ moved)
+        trust = np.sqrt(np.minimum(1.0, typical / np.maximum(off, 1e-9)))
+    values = (float(value) for value in np.exp(here + moved))
+    return replace(curves, **dict(zip(bounds, values, strict=True)))
+
+
+def of_experts(curves: Curves, defaults: Curves) -> tuple[dict[str, float], Curves]:
+    """The host's time of experts without the rows of each device, and the curves with all.
+
+    By plain squares: few rows have divided experts, and none is left to a tail.
+    """
+    rows = [replace(row, group=row.hardware.name) for row in read(EXPERTS)[0]]
+
+    def fit(own: Sequence[PublishedRun]) -> Curves:
+        found = curves
+        for _ in range(ROUNDS):
+            line = linearised(own, found, OF_EXPERTS)
+            found = solved(own, line, found, OF_EXPERTS, defaults, math.inf)
+        return found
+
+    without = {}
+    for device in sorted({row.group for row in rows}):
+        others = [row for row in rows if row.group != device]
+        without[device] = rounded(fit(others))["overhead_per_experts"]
+    return without, fit(rows)
 
 
 def rounded(curves: Curves) -> dict[str, float]:
@@ -191,28 +203,34 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only the fit on all groups")
     parser.add_argument("--groups", nargs="+", help="only these are left out in turn")
     parser.add_argument("--start", type=Path, help="curves of an earlier fit to begin from")
-    parser.add_argument("--evaluations", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--never", help="a group that no fit sees and no error counts")
     parser.add_argument("--default", metavar="NAME=VALUE", help="in place of that of Curves")
     arguments = parser.parse_args()
     began = time.perf_counter()
     rows = sample(row for row in read(arguments.table)[0] if row.group != arguments.never)
-    names = list(BOUNDS)
     start = defaults = Curves()
     if arguments.default:
         name, value = arguments.default.split("=")
         start = defaults = replace(defaults, **{name: float(value)})
     if arguments.start:
         earlier = json.loads(arguments.start.read_text())["all"]["curves"]
-        start = Curves(**{n: earlier[n] for n in asdict(start) if n in earlier})
-    everything = Fit(rows, start, names, defaults).run(2, arguments.evaluations)
+        start = replace(start, **{name: earlier[name] for name in BOUNDS if name in earlier})
+    for _ in range(arguments.rounds - 1):
+        start = solved(rows, linearised(rows, start, BOUNDS), start, BOUNDS, defaults)
+    times, slopes = linearised(rows, start, BOUNDS)
+    everything = solved(rows, (times, slopes), start, BOUNDS, defaults)
     show(f"all groups, {len(rows)} rows", everything, report(rows, everything))
+    by_device, everything = of_experts(everything, defaults)
     saw = digests(rows)
     result = {"all": {"curves": rounded(everything), "saw": saw}, "without": {}}
+    result["experts_without"] = by_device
     means = []
     for group in [] if arguments.quick else arguments.groups or saw:
-        others = [row for row in rows if row.group != group]
-        curves = Fit(others, everything, names, defaults).run(1, arguments.evaluations)
+        seen = [i for i, row in enumerate(rows) if row.group != group]
+        others = [rows[i] for i in seen]
+        line = (times[seen], slopes[seen])
+        curves = solved(others, line, start, BOUNDS, defaults)
         own = [row for row in rows if row.group == group]
         table = report(own, curves)
         show(f"{group}, fitted without it", curves, table)

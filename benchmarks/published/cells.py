@@ -52,6 +52,7 @@ OPTIONAL = (
     "kernels",
     "virtual_stages",
     "ep",
+    "seq_parallel",
 )
 ABOUT = ("source_title", "source_ref", "verified_how")  # say where a row is from, not how it ran
 

@@ -5,6 +5,7 @@ benchmarks/fit_curves.py writes them into the planner's curves.json.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +17,13 @@ def without(group: str) -> Curves:
     """Return the curves fitted on all groups but `group`; if it is unknown, those fitted on all."""
     fit = _file()["without"].get(group)
     return Curves(**fit["curves"]) if fit else fitted()
+
+
+@lru_cache(maxsize=64)
+def without_device(name: str) -> Curves:
+    """Return the curves whose time of experts was fitted on the rows of other devices."""
+    own = _file()["experts_without"].get(name, fitted().overhead_per_experts)
+    return replace(fitted(), overhead_per_experts=own)
 
 
 def seen_by(group: str | None) -> Mapping[str, str]:

@@ -54,6 +54,16 @@ MEGATRON_2021_TORCH_DDP = replace(
     overlaps_reduction=True,
     bucket=TORCH_DDP,
 )
+MEGATRON_2022 = replace(
+    MEGATRON_2021,
+    # arXiv:2205.05198, section 4.2.2: the backward's gathers overlap with products of gradients;
+    # Megatron-LM 3.0, megatron/arguments.py: asynchronous all-reduces of input gradients and fused
+    # accumulation of weight gradients are on by default.
+    name="Megatron-LM 2022",
+    overlaps_tensor=True,
+    exposes_forward=True,
+    fuses_accumulation=True,
+)
 _ZERO3 = replace(_CLASSIC, handles_small=True, one_ring=True)
 ZERO3_2021 = replace(
     _ZERO3,
@@ -93,6 +103,7 @@ MEGATRON_CORE = Software(
     # Megatron-LM README: "overlap-grad-reduce, overlap-param-gather, tp-comm-overlap and
     # pipeline-parallel communication (enabled by default)"; Transformer Engine's attention (cuDNN).
     # What gradients are reduced in is not stated; as in NVIDIA's recipes for the same library.
+    # megatron/training/arguments.py: --no-gradient-accumulation-fusion is off.
     name="Megatron-Core",
     passes_keys=True,
     handles_small=False,
@@ -103,6 +114,7 @@ MEGATRON_CORE = Software(
     overlaps_tensor=True,
     gradient_bytes=2,
     reduction_bytes=2,
+    fuses_accumulation=True,
 )
 NEMO = replace(
     MEGATRON_CORE,
@@ -110,6 +122,13 @@ NEMO = replace(
     # distributed optimizer with overlapped gradient reduction and parameter gather in bf16
     # (megatron_gpt_config: grad_reduce_in_fp32=False).
     name="NeMo",
+)
+NEMO_HYBRID_EP = replace(
+    NEMO,
+    # Megatron Bridge at df0289c1, scripts/performance/configs/qwen: moe_flex_dispatcher_backend is
+    # "hybridep", which counts rows on the device, and graphs have the router's kernels.
+    name="NeMo, HybridEP",
+    waits_for_counts=False,
 )
 JAX = Software(
     # dgxc-benchmarking maxtext and paxml recipes: XLA's latency-hiding scheduler, cuDNN flash
@@ -190,8 +209,10 @@ _BY_NAME: Mapping[str, Software] = {
         Software(),
         MEGATRON_2021,
         MEGATRON_2021_TORCH_DDP,
+        MEGATRON_2022,
         MEGATRON_CORE,
         NEMO,
+        NEMO_HYBRID_EP,
         MEGATRON_DEEPSPEED,
         ZERO3_2021,
         ZERO3_2021_BLOCKING,

@@ -84,11 +84,13 @@ def setting_of(
         software=vocabulary.with_kernels(program, cells),
     )
     mesh = MeshSizes(pp=pp, dp=dp, cp=cp, tp=tp)
+    stated = cells["seq_parallel"]
+    cuts = vocabulary.is_yes("seq_parallel", stated) if stated else cuts_sequence(program)
     weights = vocabulary.weights_of(f"{stage}; {cells['program']}")
     setting = PublishedSetting(
         workload,
         count,
-        Flow(mesh, micro, recompute, tp > 1 and cuts_sequence(program), ep),
+        Flow(mesh, micro, recompute, tp > 1 and cuts, ep),
         Order(virtual, _schedule_of(pp, virtual)),
         ZeroState.of(zero, zero < 2, optimizer, params, weights),
         recomputed_share=share,

@@ -56,7 +56,8 @@ def validate(path: Path | str, program: str | None = None) -> dict[str, Any]:
     refused: list[LeftOut] = []
     rows = [row for row in everything if not row.has_experts]
     sparse = [row for row in everything if row.has_experts]
-    found, of_experts = (outcomes(own, fits.without, refused=refused) for own in (rows, sparse))
+    found = outcomes(rows, fits.without, refused=refused)
+    of_experts = outcomes(sparse, fits.without, _without_device, refused)
     lines = {out.line for out in refused}
     rows = [row for row in rows if row.line not in lines]
     lost = "it ran out of memory"
@@ -87,10 +88,18 @@ def validate(path: Path | str, program: str | None = None) -> dict[str, Any]:
     }
 
 
+def _without_device(setting: Setting, hardware: Hardware, _: Curves) -> float:
+    """The seconds of a step with experts, whose time was fitted on the rows of other devices."""
+    return step_time(setting, hardware, fits.without_device(hardware.name)).seconds
+
+
 def _by_model(found: Sequence[Outcome]) -> dict[str, Any]:
-    """The lines of models with experts, and of all their rows."""
-    names = dict.fromkeys(outcome.row.model for outcome in found)
-    lines = {name: summary([o for o in found if o.row.model == name]) for name in names}
+    """The lines of models with experts, of each number format, and of all their rows."""
+    lines = {}
+    for name in dict.fromkeys(outcome.row.model for outcome in found):
+        lines[name] = summary([o for o in found if o.row.model == name])
+    for name in dict.fromkeys(outcome.row.setting.workload.precision for outcome in found):
+        lines[name] = summary([o for o in found if o.row.setting.workload.precision == name])
     return lines | ({"all, by row": summary(found)} if found else {})
 
 

@@ -16,6 +16,7 @@ from parallel3d.plan.setting import Device, Precision, Software
 from parallel3d.schedule.sharding import Weights
 
 _NO = {"", "-", "0", "no", "none", "off", "false", "n/a", "na"}
+_YES = {"1", "yes", "on", "true"}
 _ADAPTERS = re.compile(
     r"(?<!\bno )(?<!\bnot )(?<!\bwithout )(?<!\bnon-)"
     r"\b(q?-?lora|dora|adapters?|peft|ia3|(?:prefix|prompt|p)[- ]tuning|frozen|freez\w+)\b"
@@ -36,6 +37,14 @@ def _unknown(column: str, text: str, known: str) -> NoReturn:
     raise UnusableRow(
         f'{column} = "{text}" is not known; write {known}', f"{column} is not known: {text}"
     )
+
+
+def is_yes(column: str, text: str) -> bool:
+    """Whether a row says yes or no."""
+    lower = text.lower()
+    if lower not in _NO | _YES:
+        _unknown(column, text, "yes or no")
+    return lower in _YES
 
 
 def refuse_adapters(cells: Mapping[str, str]) -> None:

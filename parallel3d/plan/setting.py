@@ -75,6 +75,12 @@ class Software:
     """Bytes of an accumulated gradient element."""
     reduction_bytes: int = 4
     """Bytes of a gradient element during its reduction."""
+    waits_for_counts: bool = True
+    """Divided experts: True if the host waits for the number of rows that other ranks send, once a
+    layer, so that it cannot launch kernels ahead of the device."""
+    fuses_accumulation: bool = False
+    """True if the products of weight gradients add to the accumulated ones themselves, so that a
+    part of the traffic remains, as with other fused operators (`Curves.fused`)."""
     bucket: float = inf
     """Gradient elements that one collective reduces."""
 

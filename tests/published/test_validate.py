@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.published import fits
+from benchmarks.published import rows as published
 from benchmarks.published.rows import LeftOut, read
 from benchmarks.published.statistics import Choice, constants, regrets
 from benchmarks.published.validate import MEANS, outcomes, show, summary, validate
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.pure
 
 SAMPLE = Path(__file__).with_name("published_sample.csv")  # rows of published_throughput.csv
 SHARED = Path(__file__).parents[3] / "shared/data/throughput/published_throughput.csv"
+KORTHIKANTI = Path(published.__file__).with_name("korthikanti.csv")
 KINDS = ("predicted", "measured")
 KEYS = {
     "rows",
@@ -251,6 +253,16 @@ def test_accuracy_goals_hold_on_transcribed_rows(table: Path) -> None:
     for name in ("megatron_sc21_t1", "megatron_sc21_t2"):
         assert sources[name]["mean_error"] < sources[name]["constant_mean_error"]
         assert sources[name]["rank_correlation"] > 0.9
+
+
+def test_table_that_no_fit_saw_is_predicted() -> None:
+    """arXiv:2205.05198, table 5: tensor parallelism over the eight devices of a node."""
+    rows, left_out = read(KORTHIKANTI)
+    assert len(rows) == 8 and not left_out
+    assert {row.setting.flow.sequence_parallel for row in rows} == {True, False}
+    assert "korthikanti" not in fits.seen_by(None)
+    line = summary(outcomes(rows, fits.without))
+    assert line["mean_error"] <= 0.09 and line["rank_correlation"] == 1
 
 
 def test_zero3_collapses_at_a_fixed_batch_as_published() -> None:

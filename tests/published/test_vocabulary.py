@@ -21,7 +21,7 @@ def test_every_program_is_found_by_its_own_name_in_any_spelling() -> None:
         ("DeepSpeed ZeRO-3", None),
     ):
         assert programs.named(text) is program
-    assert programs.names("Megatron-LM").startswith('"Megatron-LM 2021", "Megatron-Core"')
+    assert programs.names("Megatron-LM").startswith('"Megatron-LM 2021", "Megatron-LM 2022"')
 
 
 def test_16_bits_in_words_mean_the_format_of_the_chip() -> None:
@@ -143,6 +143,12 @@ def test_hierarchical_sharding_in_words(text: str, shards: int) -> None:
 )
 def test_vocabularies_in_words(text: str, size: int | None) -> None:
     assert number_in(text) == size
+
+
+def test_sequence_parallelism_in_words() -> None:
+    assert vocabulary.is_yes("seq_parallel", "Yes") and not vocabulary.is_yes("seq_parallel", "no")
+    with pytest.raises(UnusableRow, match='seq_parallel = "ulysses" is not known; write yes or no'):
+        vocabulary.is_yes("seq_parallel", "ulysses")
 
 
 def test_notes_that_deny_adapters_skip_no_row() -> None:

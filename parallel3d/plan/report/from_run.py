@@ -25,10 +25,17 @@ _OVERHEADS = {
     "compute": (
         "overhead_per_operator",
         "overhead_per_layer",
+        "overhead_per_launch",
+        "overhead_per_experts",
         "overhead_per_action",
         "overhead_per_gather",
     ),
-    "reduction": ("latency", "overhead_per_collective", "overhead_per_message"),
+    "reduction": (
+        "latency",
+        "overhead_per_collective",
+        "overhead_per_crossing",
+        "overhead_per_message",
+    ),
     "optimizer": ("overhead_per_param", "overhead_per_step"),
 }
 

@@ -82,7 +82,7 @@ def collective_seconds(
         inside = (ranks_per_node - 1) * _link(hardware).latency.value if ranks_per_node > 1 else 0.0
         tree = inside + log2(nodes) * network.latency.value
         waiting = min(ring, tree) if kind == "all_reduce" else ring
-    return sweeps * (seconds + curves.latency * waiting) + curves.overhead_per_collective
+    return sweeps * (seconds + curves.latency * waiting) + _start(nodes, curves)
 
 
 def all_to_all_seconds(
@@ -105,7 +105,7 @@ def all_to_all_seconds(
         across = part * (group.ranks - group.per_node) * crowd
         seconds = max(seconds, across / (network.bandwidth.value * curves.network))
         waiting = (group.nodes - 1) * network.latency.value
-    return seconds + curves.latency * waiting + curves.overhead_per_collective
+    return seconds + curves.latency * waiting + _start(group.nodes, curves)
 
 
 def send_seconds(num_bytes: float, crosses: bool, hardware: Hardware, curves: Curves) -> float:
@@ -113,6 +113,11 @@ def send_seconds(num_bytes: float, crosses: bool, hardware: Hardware, curves: Cu
     channel = _network(hardware) if crosses else _link(hardware)
     share = curves.network if crosses else curves.link
     return curves.latency * channel.latency.value + num_bytes / (channel.bandwidth.value * share)
+
+
+def _start(nodes: int, curves: Curves) -> float:
+    """Return the seconds in which a collective starts and its ranks meet, beside its steps."""
+    return curves.overhead_per_collective if nodes == 1 else curves.overhead_per_crossing
 
 
 def _link(hardware: Hardware) -> Link:

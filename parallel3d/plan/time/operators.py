@@ -39,8 +39,9 @@ class Curves:
     and the last wave is not full."""
     depth: float = 100.0
     """Inner size (k) of a product that costs as much as starting its tiles."""
-    fp8: float = 0.85
-    """Fraction of the data sheet's speedup of fp8 over bf16 that products reach."""
+    fp8: float = 0.92
+    """Fraction of the data sheet's speedup of fp8 over bf16 that products reach, whose inputs are
+    turned into fp8 before."""
     flash: float = 0.6
     """Fraction of the highest product rate that flash attention reaches with large heads."""
     flash_head: float = 32.0
@@ -71,12 +72,23 @@ class Curves:
     """Fraction of the bandwidth to host and NVMe that offload reaches."""
     overhead_per_operator: float = 6e-6
     """Seconds to start an operator."""
-    overhead_per_collective: float = 1e-4
-    """Seconds to synchronise the ranks of a collective."""
-    overhead_per_layer: float = 4.2e-4
+    overhead_per_collective: float = 2e-5
+    """Seconds to start a collective inside a node and to synchronise its ranks, beside the steps of
+    its ring."""
+    overhead_per_crossing: float = 5e-5
+    """The same for a collective whose ranks are on several nodes."""
+    overhead_per_launch: float = 2e-4
+    """Host seconds to launch a collective inside a layer, with its copies and waits: some twenty
+    calls of 10 us each. They are part of the layer's host time, see `host_overlap`."""
+    overhead_per_layer: float = 3e-4
     """Host seconds per layer and forward; a backward takes twice as long (eager PyTorch at toy
     sizes was measured at 0.33 ms, without kernel launches). A separate device computes meanwhile;
     `host_overlap` says how well the two overlap."""
+    overhead_per_experts: float = 1e-3
+    """Host seconds of a forward through experts that other ranks own, if the host waits for the
+    number of their rows: it launches a hundred kernels of 10 us each (router, sorting, exchanges,
+    products) while none are queued, so that they hide behind nothing. A backward takes twice as
+    long."""
     host_overlap: float = 3.0
     """Exponent p of (host^p + device^p)^(1/p), the seconds of a layer's pass on a separate device.
     1 adds the two, and infinity leaves the longer one: some kernels of a layer wait for the host
@@ -145,6 +157,9 @@ SCORE_PASSES = 4.5
 SCORE_PASSES_BACKWARD = 5.5  # dropout as in the forward; softmax reads two and writes one
 TILE_BYTES = 16
 OFF_TILES = 0.73  # speed with head sizes of 108, 150 and 450 relative to their neighbours
+# Elements of 16 bits that turning an input into fp8 moves: one is read, and a row-wise and a
+# column-wise one of 8 bits are written (Transformer Engine: the backward needs the latter).
+QUANTIZED = 2
 FLASH_BACKWARD_FLOPS = 2.5  # five products instead of two: arXiv:2307.08691, section 4.1
 
 
@@ -278,7 +293,10 @@ def work_seconds(
         products = tuple(p for product in products for p in backward_products(product))
     matmuls = sum(matmul_seconds(p, precision, hardware, curves) for p in products)
     matmuls /= kernel_speed(hardware, software.kernels, curves)
-    attention = traffic = 0.0
+    attention = traffic = quantizing = 0.0
+    if precision == "fp8":
+        inputs = sum(p.batch * p.m * (p.n if backward else p.k) for p in work.matmuls)
+        quantizing = traffic_seconds(QUANTIZED * inputs, precision, hardware, curves)
     if work.attention:
         attention = attention_seconds(
             work.attention, precision, hardware, curves, software, backward
@@ -293,7 +311,7 @@ def work_seconds(
     return WorkSeconds(
         matmuls * hardware.slowdown("matmul", devices),
         attention * hardware.slowdown("attention", devices),
-        traffic * hardware.slowdown("traffic", devices),
+        (traffic + quantizing) * hardware.slowdown("traffic", devices),
     )
 
 

@@ -15,16 +15,13 @@ from parallel3d.plan.time.network import (
     group_of,
     send_seconds,
 )
-from parallel3d.plan.time.operators import Machine, work_seconds
+from parallel3d.plan.time.operators import Machine, traffic_seconds, work_seconds
 from parallel3d.plan.time.sharding import to_host_seconds
 
 # Host time of a layer with full recomputation over that without, beyond the repeated forward.
 # Eager PyTorch takes 2.07 and 0.75 ms for a GPT block of toy size on a CPU; launching 140 and 105
 # kernels on a GPU adds 5 us each: 2.8 and 1.3 ms.
 CHECKPOINT = 1.6
-# Host time of a collective over that of a layer's forward: five calls (copies, the collective, its
-# wait) of 10 us each.
-COLLECTIVE = 0.12
 
 
 class PassSeconds(NamedTuple):
@@ -92,8 +89,10 @@ def _layers(
     machine: Machine,
 ) -> Passes:
     """Return the passes of each kind of layer."""
-    overhead = machine.curves.overhead_per_layer
-    overhead *= machine.hardware.slowdown("overhead", devices)
+    crowd = machine.hardware.slowdown("overhead", devices)
+    waits = 0.0  # on cores the fitted overhead has them
+    if machine.software.waits_for_counts and machine.hardware.cores is None:
+        waits = machine.curves.overhead_per_experts * crowd
     on_host = own.workload.offload_activations and machine.hardware.cores is None
     both = []
     for kind in range(len(model.kinds)):
@@ -101,8 +100,8 @@ def _layers(
         if own.ep > 1:
             cost = replace(
                 cost,
-                forward=_busiest(cost.forward, own.workload.ep_imbalance),
-                recomputed=_busiest(cost.recomputed, own.workload.ep_imbalance),
+                forward=_of_owner(cost.forward, own.ep, own.workload.ep_imbalance),
+                recomputed=_of_owner(cost.recomputed, own.ep, own.workload.ep_imbalance),
             )
         forward = _priced(cost.forward, cost.forward.collectives, own, devices, machine, _KEYS[:1])
         # A backward gathers keys and values once, whether or not it recomputes the attention.
@@ -117,9 +116,12 @@ def _layers(
             if again.compute:
                 again = again._replace(tensor=again.tensor + exchange)
         share = recomputed_share if again.compute else 0.0
-        units = _units(cost, share, machine)
-        there = _with_program(forward, units[0] * overhead, machine)
-        back = _with_program(backward.plus(again, recomputed_share), units[1] * overhead, machine)
+        host = _host_seconds(cost, share, machine)
+        there = _with_program(forward, host[0] * crowd, machine)
+        back = _with_program(backward.plus(again, recomputed_share), host[1] * crowd, machine)
+        if exchange and waits:
+            there = there._replace(compute=there.compute + waits)
+            back = back._replace(compute=back.compute + (2 + share) * waits)
         if on_host and kind not in model.ends:  # the copies may take longer than the computes
             copies = to_host_seconds(cost.saved.bytes(own.bytes_per_element), machine)
             there = there._replace(compute=max(there.compute, copies))
@@ -131,31 +133,46 @@ def _layers(
 def _exchange_seconds(
     model: LayerKinds, kind: int, own: RankShare, devices: int, machine: Machine
 ) -> float:
-    """Return the seconds in which rows go to the owners of the experts and back; 0 without ep."""
+    """Return the seconds in which rows go to the owners of the experts and back; 0 without ep.
+
+    The owners sort what comes by expert, and back: each row is read and written twice.
+    """
     rows = model.kinds[kind].rows_per_token * own.shape.tokens
     if own.ep == 1 or not rows:
         return 0.0
     width = model.kinds[kind].config.hidden_size
-    sent = rows * width * own.bytes_per_element * own.workload.ep_imbalance
-    over = group_of(own.ep, own.tp * own.cp, devices, machine.hardware)
-    return 2 * all_to_all_seconds(sent, over, machine.hardware, machine.curves)
+    elements = rows * width * own.workload.ep_imbalance
+    hardware = machine.hardware
+    curves = machine.curves
+    over = group_of(own.ep, own.tp * own.cp, devices, hardware)
+    way = all_to_all_seconds(elements * own.bytes_per_element, over, hardware, curves)
+    sorting = traffic_seconds(round(4 * elements), own.workload.precision, hardware, curves)
+    return 2 * way + sorting * hardware.slowdown("traffic", devices)
 
 
-def _busiest(work: Work, imbalance: float) -> Work:
+def _of_owner(work: Work, ep: int, imbalance: float) -> Work:
     """Return the work of the rank with the most rows for its experts, whose products are groups."""
-    products = (m._replace(m=round(m.m * imbalance)) if m.batch > 1 else m for m in work.matmuls)
+    products = []
+    for product in work.matmuls:
+        if product.batch > 1:
+            groups = max(1, product.batch // ep)
+            rows = product.m * product.batch * imbalance
+            product = product._replace(m=round(rows / groups), batch=groups)
+        products.append(product)
     return replace(work, matmuls=tuple(products))
 
 
-def _units(cost: LayerCost, share: float, machine: Machine) -> tuple[float, float]:
-    """Return the host time of a forward and of a backward, relative to that of a plain forward."""
+def _host_seconds(cost: LayerCost, share: float, machine: Machine) -> tuple[float, float]:
+    """Return the host's seconds of a forward and of a backward; `share` of it is recomputed."""
+    layer = machine.curves.overhead_per_layer
     if machine.hardware.cores is not None:  # the overhead was fitted on this machine
-        return 1.0, 2 + share
+        return layer, (2 + share) * layer
+    launch = machine.curves.overhead_per_launch
     again = (*cost.backward_collectives, *cost.recomputed.collectives)
     wrapped = CHECKPOINT if share == 1 else 1.0
     return (
-        wrapped + COLLECTIVE * len(cost.forward.collectives),
-        wrapped * (2 + share) + COLLECTIVE * len(again),
+        wrapped * layer + launch * len(cost.forward.collectives),
+        wrapped * (2 + share) * layer + launch * len(again),
     )
 
 

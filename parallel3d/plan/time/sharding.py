@@ -308,6 +308,8 @@ def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
         if state.zero_stage >= 2:
             num_accumulated /= shards
     added = _touch(2 * num_accumulated * software.gradient_bytes, sharding, machine, curves.traffic)
+    if software.fuses_accumulation:
+        added *= curves.fused
     return StageTransfers(gather, fetch, overhead, reduce, store, added)
 
 

@@ -1,17 +1,22 @@
 """Experts that ep ranks divide among them: what the planner counts, and when it proposes ep."""
 
+from dataclasses import replace
+
 import pytest
 
 from parallel3d import models
 from parallel3d.config import RunConfig, hardware
+from parallel3d.model.spec import Shape
 from parallel3d.plan.layers.placement import model_of
 from parallel3d.plan.layers.weight_counts import weights_of_kind
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.request import request_of
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.best_first import search
-from parallel3d.plan.time.network import RankGroup, all_to_all_seconds
-from parallel3d.plan.time.operators import curves_for
+from parallel3d.plan.setting import RankShare
+from parallel3d.plan.time.network import RankGroup, all_to_all_seconds, group_of
+from parallel3d.plan.time.operators import curves_for, machine_of
+from parallel3d.plan.time.passes import _exchange_seconds, _of_owner
 from parallel3d.plan.time.step import step_time
 from tests.plan.settings import changed
 
@@ -48,6 +53,37 @@ def test_seconds_of_an_all_to_all():
     assert moved == pytest.approx(7e9 / (H100.link.bandwidth.value * curves.link), rel=1e-3)
     across = all_to_all_seconds(8e9, RankGroup(16, 8), H100, curves)
     assert across > 4e9 / (H100.network.bandwidth.value * curves.network)
+
+
+def test_owner_computes_its_own_experts(config):
+    """As many rows in all as without ep, in groups for its own experts alone."""
+    layer = models.layers(config.model)[1]
+    work = layer.cost(Shape(1, 4096)).forward
+    whole = [m for m in work.matmuls if m.batch > 1]
+    own = [m for m in _of_owner(work, 8, 1.0).matmuls if m.batch > 1]
+    assert [m.batch for m in own] == [16, 16] and [m.batch for m in whole] == [128, 128]
+    assert [m.flops for m in own] == [m.flops for m in whole]
+    busiest = [m for m in _of_owner(work, 8, 1.5).matmuls if m.batch > 1]
+    assert [m.flops for m in busiest] == [1.5 * m.flops for m in whole]
+
+
+def test_exchange_sorts_rows_at_their_owners_and_waits_for_their_counts(config):
+    """By hand: rows cross twice and are read and written twice; the host adds its own seconds."""
+    setting = changed(row(config, zero_stage=1, ep=8).plans[0].setting, ep_imbalance=1.0)
+    curves = curves_for(H100)
+    machine = machine_of(H100, setting.workload.software, curves)
+    model = model_of(setting.workload.layers)
+    kind = model.kind_of[1]
+    own = RankShare.of(setting)
+    sent = own.shape.tokens * 8 * config.model.hidden_size * 2
+    ways = 2 * all_to_all_seconds(sent, group_of(8, 1, 64, H100), H100, curves)
+    sorting = 4 * sent / (H100.memory_bandwidth.value * curves.traffic)
+    assert _exchange_seconds(model, kind, own, 64, machine) == pytest.approx(ways + sorting)
+    programs = [replace(setting.workload.software, waits_for_counts=w) for w in (True, False)]
+    waiting, free = (step_time(changed(setting, software=p), H100).seconds for p in programs)
+    layers = config.model.num_hidden_layers // setting.mesh.pp
+    waits = 3 * layers * setting.num_microbatches * curves.overhead_per_experts
+    assert waiting - free == pytest.approx(waits, rel=0.2)
 
 
 def row(config, **fixed):

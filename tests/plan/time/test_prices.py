@@ -10,12 +10,19 @@ from benchmarks.published.run import PublishedSetting
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
 from parallel3d.config.hardware import Figure
-from parallel3d.model.spec import Attention, MatMul, Shape
+from parallel3d.model.spec import Attention, MatMul, Shape, Work
 from parallel3d.plan.layers.placement import stage_classes_of
 from parallel3d.plan.layers.weight_counts import WeightSizes
 from parallel3d.plan.memory.states import states
 from parallel3d.plan.setting import Setting, Software, Workload, layers_of
-from parallel3d.plan.time.network import collective_seconds, crosses, group_of, send_seconds
+from parallel3d.plan.time.network import (
+    RankGroup,
+    all_to_all_seconds,
+    collective_seconds,
+    crosses,
+    group_of,
+    send_seconds,
+)
 from parallel3d.plan.time.operators import (
     Curves,
     attention_seconds,
@@ -101,6 +108,49 @@ def test_collectives_by_hand() -> None:
     assert seconds("all_gather", 16e9, 1, 1) == 0
     assert send_seconds(25e9, True, machine, curves) == pytest.approx(1 + 1e-5)
     assert send_seconds(3e11, False, machine, curves) == pytest.approx(1 + 3e-6)
+
+
+def test_collectives_start_later_across_nodes() -> None:
+    curves = replace(IDEAL, overhead_per_collective=2.0, overhead_per_crossing=5.0)
+    started = partial(collective_seconds, "all_reduce", 8.0, hardware=A100, curves=curves)
+    assert started(8, 8) == pytest.approx(2) and started(16, 8) == pytest.approx(5)
+    exchanged = partial(all_to_all_seconds, 8.0, hardware=A100, curves=curves)
+    assert exchanged(RankGroup(8, 8)) == pytest.approx(2)
+    assert exchanged(RankGroup(16, 8)) == pytest.approx(5)
+
+
+def test_host_launches_each_collective_of_a_layer() -> None:
+    """Two all-reduces in a forward and two in a backward, where the host alone takes time."""
+    curves = replace(IDEAL, overhead_per_launch=1.0)
+    base = new_setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 1, tp=2, zero_stage=0)
+    launches = 4 * GPT.num_hidden_layers + 2  # and the embedding's sum, and the head's
+    seconds = step_time(base, A100, curves).seconds
+    assert seconds == pytest.approx(launches, rel=0.1)
+    alone = changed(base, tp=1)
+    assert step_time(alone, A100, curves).seconds < 1
+
+
+def test_inputs_of_fp8_products_are_turned_into_it_first() -> None:
+    """Two bytes of each input are read and two of one byte written; of gradients as well."""
+    h100 = hardware.load("h100")
+    work = Work((MatMul(4096, 1024, 2048),))
+    curves = Curves()
+    rate = h100.memory_bandwidth.value * curves.traffic
+    for backward, width in ((False, 1024), (True, 2048)):
+        one = work_seconds(work, "fp8", h100, curves, Software(), backward=backward)
+        assert one.traffic == pytest.approx(4 * 4096 * width / rate)
+        assert work_seconds(work, "bf16", h100, curves, Software(), backward=backward).traffic == 0
+
+
+def test_fused_accumulation_leaves_a_part_of_its_traffic() -> None:
+    setting = new_setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 2, zero_stage=0)
+    layout = stage_classes_of(setting)
+    added = []
+    for fuses in (False, True):
+        machine = machine_of(A100, Software(fuses_accumulation=fuses), Curves(fused=0.4))
+        ((stage,), _) = transfers_of(layout, Sharding.of(setting), machine)
+        added.append(stage.accumulate_seconds)
+    assert added[1] == pytest.approx(0.4 * added[0]) and added[1] > 0
 
 
 def test_groups_are_placed_on_nodes_like_the_mesh() -> None:
@@ -226,7 +276,7 @@ def test_buckets_wait_once_each() -> None:
     assert whole == reduction(2 * params) == moves("reduce_scatter", 4 * params, 512, 8)
     ten = reduction(params / 10)
     assert ten == pytest.approx(10 * moves("reduce_scatter", 4 * params / 10, 512, 8))
-    waits = Curves().overhead_per_collective + (448 * 3.4e-6 + 64 * 1.4e-5)
+    waits = Curves().overhead_per_crossing + (448 * 3.4e-6 + 64 * 1.4e-5)
     assert ten - whole == pytest.approx(9 * waits, rel=0.2)
 
 
