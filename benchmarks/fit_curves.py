@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only the fit on all groups")
     parser.add_argument("--groups", nargs="+", help="only these are left out in turn")
     parser.add_argument("--start", type=Path, help="curves of an earlier fit to begin from")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--never", help="a group that no fit sees and no error counts")
     parser.add_argument("--default", metavar="NAME=VALUE", help="in place of that of Curves")
     arguments = parser.parse_args()

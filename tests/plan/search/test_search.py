@@ -365,39 +365,6 @@ def test_bad_requests_are_refused():
     assert published.model.vocab_size == 50257
 
 
-PLANNED = "--mesh plan --gradient_accumulation_steps auto --train_micro_batch_size_per_gpu auto"
-LLAMA_405B = (
-    "--model.hidden_size 16384 --model.num_hidden_layers 126 --model.num_attention_heads 128 "
-    "--model.intermediate_size 53248"
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "sizes", "batch", "devices", "mesh"),
-    [
-        ("llama-70b", LLAMA_405B, 2048, 16_384, (64, 16, 2, 8)),
-        ("llama-70b", LLAMA_405B, 512, 1024, (64, 2, 2, 4)),
-        ("llama-70b", "", 128, 64, (1, 64, 1, 1)),
-        (
-            "llama-8b",
-            "--data.sequence_length 131072 --model.max_position_embeddings 131072",
-            32,
-            64,
-            (1, 16, 4, 1),
-        ),
-        ("llama-8b", "", 128, 8, (1, 8, 1, 1)),
-    ],
-)
-def test_first_rows_agree_with_published_meshes(name, sizes, batch, devices, mesh):
-    """docs/planner.md has them, with the reason of each difference."""
-    words = f"{PLANNED} {sizes} --train_batch_size {batch}".split()
-    wanted = RunConfig.from_json(f"{name}.json", words)
-    row = search(request_of(wanted, hardware.load("h100"), devices), rows=1).plans[0].setting
-    assert row.mesh == mesh
-    assert row.state.offload == "none"
-
-
 @pytest.mark.parametrize("collects", [True, False])
 def test_search_restores_garbage_collection(collects, monkeypatch):
     seen = []
