@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallel3d.config import RunConfig, hardware
+from parallel3d.plan.request import request_of
 from parallel3d.plan.search.best_first import search
-from parallel3d.plan.search.plans import Plan, request_of
+from parallel3d.plan.search.plans import Plan
 
 CLOSE = 1.03
 """A published mesh that takes longer, relative to row 1, needs a reason."""
