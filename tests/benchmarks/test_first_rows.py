@@ -22,3 +22,8 @@ def test_published_mesh_is_close_or_the_page_says_why(name):
         assert bool(row.case.reason) == (row.ratio > CLOSE)
         setting = row.first.setting
         assert setting.mesh.tp <= row.first.request.hardware.sharing(setting.mesh.ranks)
+
+
+def test_page_has_a_row_for_each_of_twelve_requests():
+    assert len(NAMES) == 12
+    assert all(f"| {name}, " in PAGE for name in NAMES)
