@@ -140,12 +140,6 @@ def flat(settings: Mapping[str, object], prefix: str = "", separator: str = ".")
     return values
 
 
-def table_of(lines: str) -> dict[str, str]:
-    """Return the rest of each line by its first word, without empty lines and comments."""
-    rows = (line.split(maxsplit=1) for line in lines.splitlines())
-    return dict(row for row in rows if row and row[0] != "#")
-
-
 def setting_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield path and text of each setting on the command line: `--a.b 2` or `--a.b=2`."""
     words = iter(overrides)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from pydantic_core import PydanticUndefined
 
 from parallel3d.base.masking import mask_values
-from parallel3d.base.reader import table_of
 from parallel3d.base.section import Section
 from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.verify.reference import schedule_of
@@ -57,58 +56,56 @@ _KEPT = {
 _OPTIMIZER = {"momentum", "nesterov", "ns_steps", "scale", "per_head", "clip"}
 _SCHEDULE = {"type", "warmup_steps", "min_ratio", "decay_steps"}
 # A longer path goes before the block that it is in.
-_TESTS = table_of(
-    """
-    aio                                     tests/engine/test_offload.py
-    checkpoint                              tests/train/test_resume.py
-    checkpoint.at                           tests/checkpoint/test_manifest.py
-    checkpoint.in_memory_every              tests/checkpoint/test_in_memory.py
-    checkpoint.keep                         tests/checkpoint/test_manifest.py
-    comet                                   tests/train/test_trackers.py
-    comms_logger                            tests/train/test_profiler.py
-    communication_data_type                 tests/engine/test_communication_type.py
-    csv_monitor                             tests/train/test_trackers.py
-    data.cache                              tests/data/test_cache.py
-    data.fim                                tests/data/test_fim.py
-    data.held_out_fraction                  tests/data/test_split.py
-    data.name                               tests/data/test_hub.py
-    data.packing                            tests/verify/test_packing.py
-    data.paths                              tests/data/test_sources.py
-    data.source                             tests/data/test_sources.py
-    data.split                              tests/data/test_hub.py
-    data.stream                             tests/data/test_streams.py
-    data.subset                             tests/data/test_hub.py
-    data.text_field                         tests/data/test_rows.py
-    data.tokenizer                          tests/data/test_tokenizer.py
-    data.validation                         tests/data/test_validation.py
-    flops_profiler                          tests/train/test_profiler.py
-    fp16                                    tests/engine/test_fp16.py
-    run                                     tests/train/test_claim.py
-    run.hardware                            tests/train/test_peak_flops.py
-    run.published                           tests/huggingface/test_beside.py
-    run.save_weights                        tests/huggingface/test_from_ranks.py
-    run.tensorboard                         tests/train/test_trackers.py
-    run.trackers                            tests/train/test_trackers.py
-    scheduler                               tests/config/test_learning_rates.py
-    tensorboard                             tests/train/test_trackers.py
-    train.batch_lr                          tests/config/test_batch_schedule.py
-    train.batch_schedule                    tests/train/test_batch_phases.py
-    train.check_bits                        tests/train/test_check_bits.py
-    train.deterministic                     tests/train/test_deterministic.py
-    train.evaluate_every                    tests/train/test_evaluation.py
-    train.evaluate_samples                  tests/train/test_evaluation.py
-    train.max_skips                         tests/train/test_bad_steps.py
-    train.noise_scale_every                 tests/train/test_gradient_noise.py
-    train.on_nonfinite                      tests/train/test_bad_steps.py
-    train.on_spike                          tests/train/test_bad_steps.py
-    train.profile                           tests/train/test_profiler.py
-    train.spike_score                       tests/train/test_bad_steps.py
-    train.stop_after                        tests/train/test_stopping.py
-    wandb                                   tests/train/test_trackers.py
-    wall_clock_breakdown                    tests/train/test_profiler.py
-    zero_optimization.contiguous_gradients  tests/engine/test_zero_stages.py
-    """
-)
+_TESTS = {
+    "aio": "tests/engine/test_offload.py",
+    "checkpoint": "tests/train/test_resume.py",
+    "checkpoint.at": "tests/checkpoint/test_manifest.py",
+    "checkpoint.in_memory_every": "tests/checkpoint/test_in_memory.py",
+    "checkpoint.keep": "tests/checkpoint/test_manifest.py",
+    "comet": "tests/train/test_trackers.py",
+    "comms_logger": "tests/train/test_profiler.py",
+    "communication_data_type": "tests/engine/test_communication_type.py",
+    "csv_monitor": "tests/train/test_trackers.py",
+    "data.cache": "tests/data/test_cache.py",
+    "data.fim": "tests/data/test_fim.py",
+    "data.held_out_fraction": "tests/data/test_split.py",
+    "data.name": "tests/data/test_hub.py",
+    "data.packing": "tests/verify/test_packing.py",
+    "data.paths": "tests/data/test_sources.py",
+    "data.source": "tests/data/test_sources.py",
+    "data.split": "tests/data/test_hub.py",
+    "data.stream": "tests/data/test_streams.py",
+    "data.subset": "tests/data/test_hub.py",
+    "data.text_field": "tests/data/test_rows.py",
+    "data.tokenizer": "tests/data/test_tokenizer.py",
+    "data.validation": "tests/data/test_validation.py",
+    "flops_profiler": "tests/train/test_profiler.py",
+    "fp16": "tests/engine/test_fp16.py",
+    "run": "tests/train/test_claim.py",
+    "run.hardware": "tests/train/test_peak_flops.py",
+    "run.published": "tests/huggingface/test_beside.py",
+    "run.save_weights": "tests/huggingface/test_from_ranks.py",
+    "run.tensorboard": "tests/train/test_trackers.py",
+    "run.trackers": "tests/train/test_trackers.py",
+    "scheduler": "tests/config/test_learning_rates.py",
+    "tensorboard": "tests/train/test_trackers.py",
+    "train.batch_lr": "tests/config/test_batch_schedule.py",
+    "train.batch_schedule": "tests/train/test_batch_phases.py",
+    "train.check_bits": "tests/train/test_check_bits.py",
+    "train.deterministic": "tests/train/test_deterministic.py",
+    "train.evaluate_every": "tests/train/test_evaluation.py",
+    "train.evaluate_samples": "tests/train/test_evaluation.py",
+    "train.max_skips": "tests/train/test_bad_steps.py",
+    "train.noise_scale_every": "tests/train/test_gradient_noise.py",
+    "train.on_nonfinite": "tests/train/test_bad_steps.py",
+    "train.on_spike": "tests/train/test_bad_steps.py",
+    "train.profile": "tests/train/test_profiler.py",
+    "train.spike_score": "tests/train/test_bad_steps.py",
+    "train.stop_after": "tests/train/test_stopping.py",
+    "wandb": "tests/train/test_trackers.py",
+    "wall_clock_breakdown": "tests/train/test_profiler.py",
+    "zero_optimization.contiguous_gradients": "tests/engine/test_zero_stages.py",
+}
 
 
 def listed_settings(

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from parallel3d.base import reader
-
 Verdict = Literal["taken", "assumed", "dropped", "DIFFERS", "REFUSED", "UNKNOWN"]
 """taken: it is in our config. assumed: it is not in the file; the framework's default. dropped: it
 does not change what is trained. DIFFERS: our run trains differently. REFUSED: no config can express
@@ -78,7 +76,11 @@ class Rule(NamedTuple):
 
 def renamed(lines: str) -> dict[str, Rule]:
     """Return rules of settings that we have, too: a line has a setting and our path of it."""
-    return {setting: Rule(path) for setting, path in reader.table_of(lines).items()}
+    rules = {}
+    for line in lines.strip().splitlines():
+        setting, path = line.split(maxsplit=1)
+        rules[setting] = Rule(path)
+    return rules
 
 
 def same(names: str, block: str, prefix: str = "") -> dict[str, Rule]:
