@@ -80,10 +80,10 @@ class Remembered(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the module's result."""
         like: Any = self.like
-        if self.is_plain is None:
+        if self.is_plain is None and not x.is_meta:  # nothing on the meta device can be compared
             both = [tree_leaves(like(y, *args, **kwargs)) for y in (x, torch.ones_like(x))]
             self.is_plain = all(map(torch.equal, *both))
-        if not self.is_plain:
+        if self.is_plain is False:
             return like(x, *args, **kwargs)
         asked = [x.dtype, x.device, *tree_leaves((args, kwargs))]
         for known, result in self._results:

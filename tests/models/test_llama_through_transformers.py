@@ -8,6 +8,7 @@ from parallel3d import models
 from parallel3d.mesh.fake_groups import make_fake_groups
 from parallel3d.models.llama import huggingface as llama
 from parallel3d.models.transformers import huggingface as any_decoder
+from parallel3d.models.transformers.stand_ins import Remembered
 from parallel3d.pipeline.stages import build_layer
 from parallel3d.verify.local_ranks import run_locally
 from tests.contexts import layer_context
@@ -131,3 +132,18 @@ def test_any_decoder_equals_llama():
     assert [len(names) for names in sent] == [2, 2]
     for count, other in zip(counts, other_counts, strict=True):
         assert other <= 1.15 * count
+
+
+class Angles(torch.nn.Module):
+    """Angles, as a model of transformers computes them."""
+
+    def forward(self, x, positions):
+        return (positions * 0.5).to(x.dtype)
+
+
+def test_angles_are_computed_on_the_meta_device():
+    angles = Remembered(Angles())
+    assert angles(torch.empty(1, 4, device="meta"), torch.arange(4, device="meta")).is_meta
+    assert angles.is_plain is None
+    assert angles(torch.ones(1, 4), torch.arange(4)).tolist() == [0, 0.5, 1, 1.5]
+    assert angles.is_plain
