@@ -73,6 +73,9 @@ class Remembered(nn.Module):
         self.is_plain: bool | None = None
         self._results: list[tuple[list[Any], Any]] = []
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "like"), name)
+
     def forget(self) -> None:
         """Compute what is asked for next."""
         self._results.clear()

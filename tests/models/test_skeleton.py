@@ -25,7 +25,7 @@ def skeleton(kind):
     return Skeleton(settings_of(json.dumps(small_config(kind))))
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "jamba", "gpt2"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "jamba", "gpt2", "lfm3"])
 def test_model_around_a_layer_has_no_other(kind):
     own = skeleton(kind)
     base, _ = own.around(2, None, {})
