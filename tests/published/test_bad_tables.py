@@ -192,8 +192,8 @@ def test_invalid_file_gives_one_message(
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ("a,b", "line 3 has 2 cells, the header 39"),
-        (GOOD.splitlines()[1] + ",more", "line 3 has 40 cells, the header 39"),
+        ("a,b", "line 3 has 2 cells, the header 40"),
+        (GOOD.splitlines()[1] + ",more", "line 3 has 41 cells, the header 40"),
         ("," * (len(NAMES) - 1), "the row is empty"),
     ],
 )
