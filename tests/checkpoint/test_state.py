@@ -52,7 +52,7 @@ def test_other_split_version_is_refused_only_with_another_corpus(run, split):
     assert now.position_in(saved, Path("step-2"), messages.append) == Position(2, 16, 2)
     moved = RunState(config, replace(corpus, key="another"))
     with pytest.raises(
-        CheckpointError, match=rf"step-2 .* \(split {split or 1}, now \d\): .*name$"
+        CheckpointError, match=rf"step-2 .* \(split {split or 1}, now \d\): .*run.name"
     ):
         moved.position_in(saved, Path("step-2"), messages.append)
     # Gathering weights for longer or shorter changes no result: "auto" may choose anew.

@@ -205,7 +205,7 @@ REFUSED = [
     ),
     ({"model_type": "llama"}, "hidden_size: is missing; add it"),
     ({}, "model_type: is missing; add it"),
-    (LLAMA | {"hidden_size": "96"}, 'model.hidden_size = "96": must be an integer'),
+    (LLAMA | {"hidden_size": "96"}, 'hidden_size = "96": must be an integer'),
     (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads = 5: does not divide"),
     # fields of other kinds
     (LLAMA | {"layer_types": [["x"]] * 4}, "]: has layers that do not attend to all tokens or to"),

@@ -122,7 +122,7 @@ REFUSED = [
     (QWEN3_MOE | {"mlp_only_layers": [1]}, "mlp_only_layers = [1]: has layers without experts"),
     (QWEN3_MOE | {"shared_expert_intermediate_size": 8}, "adds a shared expert with a gate"),
     (OLMOE | {"clip_qkv": 8.0}, "clip_qkv = 8.0: clips queries, keys and values"),
-    (OLMOE | {"mlp_bias": True}, "model.mlp_bias = true: must be false"),
+    (OLMOE | {"mlp_bias": True}, "mlp_bias = true: must be false"),
     (DOTS1 | {"scoring_func": "softmax"}, 'scoring_func = "softmax": is not the routing of'),
     (DOTS1 | {"layer_types": ["sliding_attention"] * 4, "sliding_window": None},
      "has layers with a window"),

@@ -385,7 +385,7 @@ def test_bad_conversation_is_mended_or_skipped(tmp_path):
     config = chats.config_of(path, folder)
     with refused("mend the conversation or the template"):
         prepare(config)
-    with refused('fix them, or set data.on_error to "skip"'):
+    with refused('fix it, or set data.on_error to "skip"'):
         prepare(config)
     assert_read(config.model_copy(update={"on_error": "skip"}))
     bad[0]["role"] = "user"

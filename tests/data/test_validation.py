@@ -137,7 +137,7 @@ def test_validation_split_of_a_data_set_is_used(tmp_path, monkeypatch, saved):
     assert corpus.validation["validation"].num_documents == 1
     assert corpus.num_documents == len(ROWS)
     # What nobody asked for is not to be left out of data.validation, where it is not.
-    with pytest.raises(DataError, match=r"validation set 'validation' .*validation_split null"):
+    with pytest.raises(DataError, match=r"validation set 'validation' .*validation_split to null"):
         check_length(corpus, 14, 1)
     monkeypatch.setattr(prepare_module._Preparation, "_validation_set", fail)
     with pytest.raises(DataError, match=r"^data\.validation_split: validation: no text$"):
