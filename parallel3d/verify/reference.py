@@ -30,7 +30,7 @@ from parallel3d.models.common import head_size_of
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
 from parallel3d.verify import definitions
-from parallel3d.verify.shrink import LONG, SEQUENCE_LENGTH, shrink
+from parallel3d.verify.shrink import LONG, SEQUENCE_LENGTH, SHORT, Extent, shrink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -229,14 +229,14 @@ def train_reference(
 
 
 def prepare(
-    config: RunConfig, meshes: Sequence[MeshSizes], folder: Path
+    config: RunConfig, meshes: Sequence[MeshSizes], folder: Path, extent: Extent = SHORT
 ) -> tuple[dict[MeshSizes, CompleteConfig], Reference]:
     """Return the small config of each mesh and their common reference, trained on the course.
 
     If the config clips, the limit lies between the gradient norms of the quiet steps and the loud
     one, which are measured first. Raises ConfigError.
     """
-    small = shrink(config, tuple(meshes), str(folder), clipping=_NEVER_CLIPPED)
+    small = shrink(config, tuple(meshes), str(folder), clipping=_NEVER_CLIPPED, extent=extent)
     first = small[meshes[0]]
     course = course_of(first)
     if config.gradient_clipping:
@@ -245,7 +245,7 @@ def prepare(
         *quiet, loud = train_reference(first, folder, beginning).grad_norms
         limit = sqrt(max(quiet) * loud)
         assert 0 < limit < inf, (quiet, loud)
-        small = shrink(config, tuple(meshes), str(folder), clipping=limit)
+        small = shrink(config, tuple(meshes), str(folder), clipping=limit, extent=extent)
     reference = train_reference(small[meshes[0]], folder, course)
     reference = replace(reference, tolerances=tolerances_of(small[meshes[0]], folder, reference))
     schedule = schedule_of(config, small[meshes[0]])

@@ -65,6 +65,8 @@ SHORT = Extent()
 # More positions than bf16 tells apart, ids that uint16 does not hold, and weights so large that
 # attention depends on positions from the first step on.
 LONG = Extent(1, 320, 2**16 + 261, 0.15)
+# Weights so large that activation functions are not nearly linear.
+EXACT = Extent(initializer_range=0.1)
 
 
 def parse_meshes(text: str) -> tuple[MeshSizes, ...]:
@@ -163,6 +165,15 @@ def shrink(
             if name == "offload_param":
                 zero[name] |= PARAM_BUFFERS
     return {mesh: _on_mesh(raw, mesh, microbatches, batch) for mesh in meshes}
+
+
+def in_fp32(config: RunConfig) -> RunConfig:
+    """Return a config without half precision."""
+    raw = config.to_dict()
+    for name in ("bf16", "fp16"):
+        raw[name] = {"enabled": False}
+    raw["communication_data_type"] = None
+    return RunConfig.from_dict(raw, "the config in fp32")
 
 
 def drops_out(config: RunConfig) -> bool:

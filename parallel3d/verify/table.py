@@ -30,7 +30,7 @@ from parallel3d.verify.settings import (
     acts,
     listed_settings,
 )
-from parallel3d.verify.shrink import LONG, drops_out, resuming_pair, shrink, why_not
+from parallel3d.verify.shrink import EXACT, LONG, drops_out, in_fp32, resuming_pair, shrink, why_not
 
 STATES = (PROVED, ELSEWHERE, NOT_PROVED)
 
@@ -170,6 +170,8 @@ def summary(listed: Sequence[Feature]) -> str:
 
 
 LONG_TASK = CaseTask()
+EXACT_TASK = CaseTask()
+"""A run of a config of half precision in fp32, where rounding hides no mistake."""
 _COLUMNS = ("mesh", "loss", "gradient norm", "weights", "evaluation", "")
 
 
@@ -215,6 +217,16 @@ def verify(
     ]
     tasks.append((resumed, CaseTask(resumes=folder)))
     tasks.append((min(runnable, key=lambda mesh: (mesh.tp == 1, mesh.ranks)), LONG_TASK))
+    exact = config
+    exact_small = small
+    exact_reference = reference
+    if config.precision != "fp32":
+        exact = in_fp32(config)
+        with_most_axes = max(runnable, key=lambda mesh: (sum(n > 1 for n in mesh), mesh.ranks))
+        meshes_in_fp32 = list(dict.fromkeys([runnable[0], with_most_axes]))
+        (folder / "fp32").mkdir(exist_ok=True)
+        exact_small, exact_reference = prepare(exact, meshes_in_fp32, folder / "fp32", EXACT)
+        tasks += [(mesh, EXACT_TASK) for mesh in meshes_in_fp32]
     cases: list[JsonObject] = []
     counters: JsonObject | None = None
     for mesh, task in tasks:
@@ -225,25 +237,33 @@ def verify(
         if task is LONG_TASK:
             run, right = prepare_long(config, mesh, folder)
             known = None
+        elif task is EXACT_TASK:
+            run = exact_small[mesh]
+            right = exact_reference
+            known = None
         try:
             errors, ended = checked(run, right, task, counters=known)
             counters = ended if task.saves else counters
         except TrainingError as failure:
             errors = ReferenceErrors(*[float("inf")] * 3)
             raised = str(failure)
-        bounds = right.tolerances or tolerance
+        bounds = right.tolerances or TOLERANCE["fp32"]
         cases.append(
             _case(config, mesh, errors, bounds)
             | {
                 "resumed_from": str(saved) if task.resumes else None,
                 "sequence_length": run.data.sequence_length,
+                "precision": run.precision,
             }
         )
         beyond = ", ".join(errors.beyond(bounds))
         verdict = f"DIFFERS ({beyond})" if beyond else "equal"
         numbers = (errors.loss, errors.grad_norm, errors.weight, errors.evaluation)
         shown = f"{saved} > {mesh}" if task.resumes else str(mesh)
-        shown += " long" if task is LONG_TASK else ""
+        if task is LONG_TASK:
+            shown += " long"
+        elif task is EXACT_TASK:
+            shown += " fp32"
         console.print(_row(shown, *(f"{x:.1e}" for x in numbers), verdict))
         if raised:
             console.print(raised.rstrip())
@@ -253,8 +273,8 @@ def verify(
         f"{len(runnable)} meshes, a run saved on {saved} and resumed on {resumed}, and a step of "
         f"{LONG.sequence_length} tokens with ids up to {LONG.vocab_size:,}"
     )
-    first = small[runnable[0]]
-    listed = features(config, first, idle_settings(config, first, reference, folder))
+    idle = idle_settings(exact, exact_small[runnable[0]], exact_reference, folder)
+    listed = features(config, small[runnable[0]], idle)
     console.print(summary(listed))
     return {
         "passed": passed,

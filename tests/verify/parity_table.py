@@ -9,7 +9,9 @@ Every mesh trains to the same numbers as one process: with the same seed and dat
 norm and weights equal those of plain transformers (`GPT2LMHeadModel`, `GPTNeoXForCausalLM`,
 `LlamaForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `MixtralForCausalLM`) with
 torch's AdamW in fp64, clipping on.
-To check your own config, run `parallel3d verify --config ds.json`. To measure the tables again:
+To check your own config, run `parallel3d verify --config ds.json`. A config of bf16 or fp16 is
+compared with a run of its own precision, and on two of the meshes in fp32 as well, where rounding
+hides no mistake. To measure the tables again:
 
     pytest -m slow tests/verify/test_parity.py --parity-table docs/parity.md
 

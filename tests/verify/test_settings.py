@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -13,15 +14,19 @@ import pytest
 
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
+from parallel3d.engine.quirks import core
+from parallel3d.model import optimizers
 from parallel3d.model.parametrization import Scales
+from parallel3d.models.blocks import GeluMLP
 from parallel3d.tensor.dropout import Dropout
+from parallel3d.tensor.pointwise import gelu
 from parallel3d.tensor.random_key import RandomKey
 from parallel3d.verify.case import CaseTask, check, checked
 from parallel3d.verify.idle import idle_settings
 from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.reference import prepare, schedule_of
 from parallel3d.verify.settings import acts, changed_settings
-from parallel3d.verify.shrink import LONG, MESHES, shrink
+from parallel3d.verify.shrink import EXACT, LONG, MESHES, in_fp32, shrink
 from parallel3d.verify.table import features
 from tests.verify.configs import config_of
 
@@ -269,3 +274,55 @@ def test_mistake_in_a_proved_setting_is_seen(model, plant, tmp_path):
         small[ONE[0]], reference, task, function=partial(check_with, plant), timeout=100
     )
     assert not errors.within(tolerance), errors
+
+
+@contextmanager
+def exact_gelu():
+    make = GeluMLP.__init__
+
+    def wrong(mlp, config, *, context):
+        make(mlp, config, context=context)
+        mlp.gelu = partial(gelu.compiled_if(context.pointwise), approximate="none")
+
+    with patch.object(GeluMLP, "__init__", wrong):
+        yield
+
+
+@contextmanager
+def second_beta_of_torch():
+    file = optimizers.load("adamw")
+    make = file.make
+
+    def wrong(groups, params, **options):
+        betas = (params.betas[0], 0.999)
+        return make(groups, params.model_copy(update={"betas": betas}), **options)
+
+    with patch.object(file, "make", wrong):
+        yield
+
+
+@contextmanager
+def embeddings_without_decay():
+    groups_of = core.param_groups
+
+    def wrong(held, *args):
+        changed = []
+        for own in held:
+            decays = own.spec.weight_decay and "embedding" not in own.name
+            changed.append(replace(own, spec=replace(own.spec, weight_decay=decays)))
+        return groups_of(changed, *args)
+
+    with patch.object(core, "param_groups", wrong):
+        yield
+
+
+@pytest.mark.parametrize(
+    "plant", [exact_gelu, SLOW(second_beta_of_torch), SLOW(embeddings_without_decay)]
+)
+def test_mistake_that_half_precision_hides_is_seen_in_fp32(plant, tmp_path):
+    config = in_fp32(config_with({}, precision="bf16", zero=1))
+    small, reference = prepare(config, ONE, tmp_path, EXACT)
+    errors, _ = checked(
+        small[ONE[0]], reference, CaseTask(), function=partial(check_with, plant), timeout=100
+    )
+    assert not errors.within(TOLERANCE["fp32"]), errors

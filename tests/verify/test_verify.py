@@ -41,6 +41,7 @@ KEYS_OF_A_CASE = {
     "beyond",
     "resumed_from",
     "sequence_length",
+    "precision",
 }
 SETTINGS = {
     "zero": 3,
@@ -164,6 +165,16 @@ def test_command_reports_cases_and_features(command, monkeypatch, capsys):
     assert states["held-out losses"] == states["saves while training goes on"] == "proved"
     assert states["bits per byte"] == "tested elsewhere"
     assert "not proved" in states.values() and "not proved: the model" in errors
+
+
+def test_half_precision_is_also_compared_in_fp32(monkeypatch, capsys):
+    asked = ["--config", "ds.json", "--meshes", "1x1x1,1x2x1", "--bf16.enabled", "true", "--json"]
+    code, printed, errors = in_this_process(asked, monkeypatch, capsys)
+    assert code == 0, errors
+    cases = [(case["mesh"], case["precision"]) for case in json.loads(printed)["cases"]]
+    assert cases[-2:] == [("1x1x1", "fp32"), ("1x2x1", "fp32")]
+    assert {precision for _, precision in cases[:-2]} == {"bf16"}
+    assert errors.count(" fp32 ") == 2
 
 
 @pytest.mark.parametrize(
