@@ -23,7 +23,7 @@ from parallel3d.base import explain
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.model.recompute import FULL, NONE, Recompute
 from parallel3d.plan.layers.placement import blocks_in_stages
-from parallel3d.plan.memory.peak import exceeds, least_in_flight, peak_of
+from parallel3d.plan.memory.peak import exceeds, least_in_flight, least_on_first, peak_of
 from parallel3d.plan.request import FixedChoices, Request
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import setting_of
@@ -179,7 +179,9 @@ class _Search:
         """Yield the states that count if `without` does not fit."""
         for state, simpler in candidates.states_in_turn(self.request, flow.mesh):
             if simpler == without and candidates.go_together(flow, order, state):
-                setting = setting_of(self.request, _fastest(flow), order, state)
+                setting = setting_of(self.request, flow, order, state)
+                if flow.recompute == FULL:
+                    setting = setting.recomputing(Recompute(full_layers=self._least_full(setting)))
                 yield self._bound(setting), partial(self._fit, flow, order, state)
 
     def _fit(self, flow: Flow, order: Order, state: ZeroState) -> Bounded:
@@ -224,6 +226,13 @@ class _Search:
         if enough < all_layers and not fits(enough):
             enough = bisect_left(range(all_layers), True, lo=enough + 1, key=fits)
         return setting if enough == all_layers else fewer(enough)
+
+    def _least_full(self, setting: Setting) -> int:
+        """Return a lower bound on the layers of a stage that must be recomputed in full to fit."""
+        full = least_on_first(setting, self.hardware)
+        without = least_on_first(setting.recomputing(NONE), self.hardware)
+        over = without - self.room[0]
+        return max(1, over * min(blocks_in_stages(setting)) // max(1, without - full))
 
     def _bound(self, setting: Setting) -> float:
         seconds = lower_bound(setting, self.hardware, self.curves)
