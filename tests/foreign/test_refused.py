@@ -32,14 +32,6 @@ def assert_refused(tmp_path, capsys):
     return check
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A distributed checkpoint of plain torch, for tests that do not change it."""
-    made = tmp_path_factory.mktemp("plain")
-    Run().save(made)
-    return made
-
-
 def test_position_is_asked_for_by_name(assert_refused, folder):
     assert_refused(folder, "does not say it", "--samples-seen N", options=())
 

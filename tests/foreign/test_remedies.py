@@ -30,14 +30,6 @@ def convert(tmp_path, capsys):
     return command
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A distributed checkpoint of plain torch, for tests that do not change it."""
-    made = tmp_path_factory.mktemp("plain")
-    Run().save(made)
-    return made
-
-
 def test_position_is_said_once(convert, folder):
     assert "add --samples-seen N" in convert(folder, changes=("--step", str(STEPS)))
     seen = ("--samples-seen", str(STEPS * BATCH))

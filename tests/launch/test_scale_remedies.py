@@ -44,8 +44,12 @@ MENDS = {
     "a length of its own": [{"base": base()}],
     "an unknown family": [{"base": base(parallel3d__model={"family": "llama"})}],
     "no vocabulary": [
-        {"base": base(parallel3d__data={"sequence_length": 16, "tokenizer": "gpt2"},
-                      parallel3d__model={"family": "llama", "vocab_size": 50257})},
+        {
+            "base": base(
+                parallel3d__data={"sequence_length": 16, "tokenizer": "gpt2"},
+                parallel3d__model={"family": "llama", "vocab_size": 50257},
+            )
+        },
     ],
     "samples of no tokens": [{"base": base()}],
     "a fixed inner width": [{"base": base(), "mlp_ratio": 2}],
@@ -62,7 +66,7 @@ MENDS = {
         {"base": base(optimizer={"type": "AdamW"})},
     ],
     "no base": [{"base": base()}],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MENDS)
@@ -170,10 +174,20 @@ FLAGS = [
     (
         ("--law", "data-constrained"),
         UNIQUE,
-        [("--law", "data-constrained", "--unique-column", "unique", "--base", "base.json",
-          "--estimator", "huber")],
+        [
+            (
+                "--law",
+                "data-constrained",
+                "--unique-column",
+                "unique",
+                "--base",
+                "base.json",
+                "--estimator",
+                "huber",
+            )
+        ],
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.slow

@@ -69,4 +69,6 @@ def test_no_more_processes_are_started_than_there_are_devices(monkeypatch):
 def test_mesh_has_as_many_ranks_as_processes():
     with refused("the two must be equal"):
         Mesh(dp=2, launch=Launch(0, 1, 0))
-    Mesh(launch=Launch(0, 1, 0)).close()
+    mesh = Mesh(launch=Launch(0, 1, 0))
+    assert mesh.world.size == 1
+    mesh.close()

@@ -125,16 +125,19 @@ def test_variable_of_torchrun_is_one_that_it_reads():
 
 
 def test_run_that_failed_three_times_is_tried_again(tmp_path):
-    def start(settings):
-        Attempts(tmp_path, settings).begin(7)
+    file = tmp_path / "attempts.json"
 
-    for _ in range(3):
+    def start(settings):
+        """Begin an attempt, and return the number of failed ones that it records."""
+        Attempts(tmp_path, settings).begin(7)
+        return len(json.loads(file.read_text())["deaths"])
+
+    assert [start({}) for _ in range(3)] == [0, 1, 2]
+    with refused(f"change the config, or remove {file} to try again"):
         start({})
-    with refused(f"change the config, or remove {tmp_path / 'attempts.json'} to try again"):
-        start({})
-    start({"lr": 1.0})
-    (tmp_path / "attempts.json").unlink()
-    start({})
+    assert start({"lr": 1.0}) == 0
+    file.unlink()
+    assert start({}) == 0
 
 
 def test_runs_that_overlap_are_compared(tmp_path):

@@ -303,13 +303,16 @@ def test_exported_pair_is_removed_or_has_another_prefix(tmp_path):
     with refused("remove it, or use another prefix"):
         export_megatron(corpus, str(tmp_path / "out"))
     export_megatron(corpus, str(tmp_path / "other"))
+    assert (tmp_path / "other.bin").read_bytes() == (tmp_path / "out.bin").read_bytes()
     for end in (".bin", ".idx"):
         (tmp_path / f"out{end}").unlink()
     export_megatron(corpus, str(tmp_path / "out"))
+    assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "other.bin").read_bytes()
     with refused("use a prefix in an existing, writable folder"):
         export_megatron(corpus, str(tmp_path / "none/out"))
     (tmp_path / "none").mkdir()
     export_megatron(corpus, str(tmp_path / "none/out"))
+    assert (tmp_path / "none/out.bin").read_bytes() == (tmp_path / "other.bin").read_bytes()
 
 
 # Streams
@@ -354,13 +357,13 @@ def test_room_for_shards_is_raised_or_needed_less(stream, tmp_path):
     small = stream.model_copy(update={"stream_cache_bytes": needed - 1})
     with refused("raise it, lower stream_window, or write smaller shards"):
         prepare(small)
-    prepare(small.model_copy(update={"stream_cache_bytes": needed}))
-    prepare(small.model_copy(update={"stream_window": 1}))
+    assert_read(small.model_copy(update={"stream_cache_bytes": needed}))
+    assert_read(small.model_copy(update={"stream_window": 1}))
     for path in (tmp_path / "shards").iterdir():
         ids = np.load(path)
         np.save(path, ids[: len(ids) // 2])
     prepare_manifests(small)
-    prepare(small)
+    assert_read(small)
 
 
 @pytest.mark.slow
