@@ -191,7 +191,7 @@ def shapes_of(state: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters in a state, by name; raises CheckpointError."""
     parameters = state.get("parameters")
     shapes = {}
-    if not isinstance(parameters, dict):
+    if not isinstance(parameters, dict) or not parameters:
         raise CheckpointError(f"{STATE}: it lists no parameters; use another checkpoint")
     for name, entry in parameters.items():
         shape = entry.get("shape") if isinstance(entry, dict) else None

@@ -6,6 +6,7 @@ $XDG_CONFIG_HOME/parallel3d/hardware (default ~/.config), which takes precedence
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,6 +28,7 @@ from parallel3d.base.section import ABSENT, Problem, Problems, Section, Strings,
 DIRECTORY = reader.CONFIGS / "hardware"
 THIS_MACHINE = "this-machine"
 """Name of the description that `parallel3d plan --calibrate` writes."""
+_MAKERS = {"nvidia", "geforce", "tesla", "amd", "instinct"}
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
 Kernels = Literal["eager", "compiled", "tuned"]
 """Classes of a program's kernels, as in parallel3d.plan.setting.Software."""
@@ -235,7 +237,9 @@ def _files() -> dict[str, Path]:
 
 
 def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
-    """Return the hardware with a name or alias, in any case, or at a path that ends in .json.
+    """Return the hardware with a name or alias, or at a path that ends in .json.
+
+    A name may be in any case, and spelled as a driver or a shop does: "NVIDIA A100 80 GB".
 
     - `place`: the setting or option that has the name, for the message.
 
@@ -269,7 +273,13 @@ def file_of(name: str) -> Path:
     matches = [n for n in known if n.lower() == lower]
     for match in matches or [n for n in known if lower in _at(files[n]).aliases]:
         return files[match]
-    if lower == THIS_MACHINE:
+    words = _words(plain)
+    matches = [n for n in known if words and words <= _known_words(_at(files[n]))]
+    if len(matches) == 1:
+        return files[matches[0]]
+    if matches:
+        raise ValueError(f"may be {' or '.join(matches)}; use one of these names")
+    if words == _words(THIS_MACHINE):
         raise ValueError(
             "is not measured yet; run `parallel3d plan --calibrate` first, on the machine that "
             "will train"
@@ -278,6 +288,18 @@ def file_of(name: str) -> Path:
         f"is not described; use one of {', '.join(known)}; or the path of a file like those in "
         "configs/hardware"
     )
+
+
+def _words(text: str) -> set[str]:
+    """Return the words of a device's name without its maker: "a100", "sxm", "80gb"."""
+    text = re.sub(r"(\d)\s*(gib|gb|g)\b", r"\1gb", text.lower())
+    text = re.sub(r"\bsxm\d\b", "sxm", text)
+    return set(re.findall(r"[a-z0-9]+", text)) - _MAKERS
+
+
+def _known_words(hardware: Hardware) -> set[str]:
+    """Return all words by which people and drivers call a device."""
+    return _words(" ".join([hardware.name, *hardware.aliases, *hardware.device_names]))
 
 
 def _at(path: Path) -> Hardware:

@@ -40,7 +40,7 @@ from parallel3d.data.sources import Progress, find_files, has_split, no_progress
 from parallel3d.data.split import num_common, split_documents
 from parallel3d.data.streams import check_room, make_manifest, open_shard_cache, open_stream
 from parallel3d.data.tokenised import Source, Tokenised, TokenRecipe, find_tokens, vocabulary_of
-from parallel3d.data.tokenizer import save_tokenizer, tokenizer_directory
+from parallel3d.data.tokenizer import check_once, save_tokenizer, tokenizer_directory
 
 
 def prepare(config: DataConfig, progress: Progress = no_progress) -> Corpus:
@@ -151,6 +151,8 @@ class _Preparation:
             vocabulary = vocabulary_of(config, self.tokenizer)
             return find_tokens(section, vocabulary, self.cache, progress)
         files = find_files(section, config.max_line_bytes)
+        if self.tokenizer:
+            check_once(self.tokenizer, self.cache)  # before minutes of reading
         return find_documents(files, self.cache, progress, (config.on_error, config.max_skipped))
 
     def _build(

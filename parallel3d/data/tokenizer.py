@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,6 +72,20 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
             " set eos_token in its tokenizer_config.json"
         )
     return tokenizer
+
+
+def check_once(directory: Path, cache: Path) -> None:
+    """Raise DataError if the tokenizer in a directory cannot be loaded.
+
+    One that could be is noted in the cache, and is not loaded again, which takes a second.
+    """
+    mark = cache / "tokenizers" / directory_digest(directory)
+    if mark.exists():
+        return
+    load_tokenizer(directory)
+    with suppress(OSError):  # the message about the corpus's folder says more
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> None:

@@ -5,6 +5,7 @@ a hash chain: two runs whose chains agree at a step agreed at all digests before
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -95,9 +96,18 @@ def compare_runs(one: Path, other: Path, bound: float = 0.0) -> dict[str, Any]:
 
 
 def is_close(one: float | None, other: float | None, bound: float) -> bool:
-    """Return True if two numbers differ by `bound` times the larger one at most; null is null."""
-    if one is None or other is None or not bound:
-        return one == other
+    """Return True if two numbers differ by `bound` times the larger one at most.
+
+    A number that is not finite, or null, is close to the same alone.
+    """
+    if one == other:
+        return True
+    if one is None or other is None:
+        return False
+    if math.isnan(one) and math.isnan(other):
+        return True
+    if not math.isfinite(one - other):
+        return False
     return abs(one - other) <= bound * max(abs(one), abs(other))
 
 

@@ -1,6 +1,7 @@
 """Checksums and digests of the state: one number on every mesh, and a flipped bit changes it."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,24 @@ def chain_of(run):
 def diff(*arguments):
     command = [sys.executable, "launch/runs.py", "diff", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "bound", "is_same"),
+    [
+        (math.nan, math.nan, 0.0, True),
+        (math.nan, math.nan, 1e-4, True),
+        (None, None, 1e-4, True),
+        (math.inf, math.inf, 1e-4, True),
+        (math.inf, -math.inf, 1e-4, False),
+        (math.inf, 3.0, 1e-4, False),
+        (math.nan, 3.0, 1e-4, False),
+        (None, math.nan, 0.0, False),
+    ],
+)
+def test_losses_that_are_not_finite_are_compared(tmp_path, one, other, bound, is_same):
+    runs = [write_run(tmp_path / str(n), [5.0, x], {}) for n, x in enumerate((one, other))]
+    assert compare_runs(*runs, bound)["same"] == is_same
 
 
 def test_comparison_of_two_runs_names_the_first_difference(tmp_path):

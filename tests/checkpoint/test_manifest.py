@@ -152,7 +152,8 @@ def test_false_file_size_takes_no_memory(folder):
 
 
 @pytest.mark.parametrize(
-    "parameters", [None, [], {"w": None}, {"w": {}}, {"w": {"shape": 3}}, {"w": {"shape": [-1]}}]
+    "parameters",
+    [None, [], {}, {"w": None}, {"w": {}}, {"w": {"shape": 3}}, {"w": {"shape": [-1]}}],
 )
 def test_state_without_shapes_is_refused(folder, parameters):
     (folder / "state.json").write_text(json.dumps(state_of(10) | {"parameters": parameters}))

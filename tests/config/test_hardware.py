@@ -63,6 +63,43 @@ def test_aliases_are_unique() -> None:
         assert hardware.load(name).name == "A100-SXM4-80GB"
 
 
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("A100 80GB", "A100-SXM4-80GB"),
+        ("NVIDIA A100 80 GB SXM", "A100-SXM4-80GB"),
+        ("a100_40g", "A100-SXM4-40GB"),
+        ("A100-SXM-40GiB", "A100-SXM4-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM5-80GB"),
+        ("H100 SXM", "H100-SXM5-80GB"),
+        ("GeForce RTX 4090", "RTX4090-24GB"),
+        ("RTX 4090 24 GB", "RTX4090-24GB"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("Tesla V100-SXM2-32GB", "V100-SXM2-32GB"),
+    ],
+)
+def test_name_is_understood_as_people_and_drivers_spell_it(name, file) -> None:
+    assert hardware.load(name).name == file
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("A100 SXM4", "may be A100-SXM4-40GB or A100-SXM4-80GB; use one of"),
+        ("V100 SXM2", "may be V100-SXM2-16GB or V100-SXM2-32GB; use one of"),
+        ("80 GB", "may be A100-SXM4-80GB or H100-SXM5-80GB; use one of"),
+        ("A100 PCIe 80GB", "is not described"),
+        ("H100 NVL", "is not described"),
+        ("MI300", "is not described"),
+        ("NVIDIA", "is not described"),
+        ("A100 96GB", "is not described"),
+    ],
+)
+def test_name_of_several_or_of_none_is_refused(name, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hardware.load(name)
+
+
 def test_this_machine_must_be_measured_first(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(hardware, "DIRECTORY", tmp_path)
     with pytest.raises(ConfigError, match=r"`parallel3d plan --calibrate` first"):

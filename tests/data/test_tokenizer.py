@@ -123,6 +123,20 @@ def test_file_instead_of_a_directory_is_refused(trained, monkeypatch, settings):
             prepare(replace(settings, tokenizer=name))
 
 
+def test_tokenizer_is_loaded_before_the_corpus_is_read_and_once(trained, monkeypatch, settings):
+    own = replace(settings, tokenizer=str(trained))
+    text = (trained / "tokenizer.json").read_text()
+    (trained / "tokenizer.json").write_text(text[: len(text) // 2])
+    with monkeypatch.context() as patched:
+        patched.setattr("parallel3d.data.prepare.find_documents", lambda *args: pytest.fail("read"))
+        with pytest.raises(DataError, match="AutoTokenizer cannot load it"):
+            prepare(own)
+    (trained / "tokenizer.json").write_text(text)
+    corpus = prepare(own)
+    monkeypatch.setattr(module, "load_tokenizer", lambda name: pytest.fail("loaded again"))
+    assert prepare(own).key == corpus.key
+
+
 def test_unreachable_hub_is_reported_at_once(monkeypatch, settings, tmp_path):
     """Before the corpus is read, and not after a minute of the library's retries."""
 
