@@ -7,7 +7,7 @@ Here only comments and trailing commas are allowed; anything else is an error wi
 import json
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,17 +141,25 @@ def flat(settings: Mapping[str, object], prefix: str = "", separator: str = ".")
 
 
 def setting_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield path and text of each setting on the command line: `--a.b 2` or `--a.b=2`."""
-    words = iter(overrides)
-    for word in words:
+    """Yield path and text of each setting on the command line: `--a.b 2` or `--a.b=2`.
+
+    Several words after a path are a list, as a shell makes of `--data.paths texts/*.txt`.
+    """
+    words = deque(overrides)
+    while words:
+        word = words.popleft()
         if not re.match(r"--\w", word):
             raise ConfigError(f"{word!r}: unexpected argument; write --dotted.path value")
         path, equals, text = word[2:].partition("=")
-        if not equals:
-            following = next(words, None)
-            if following is None or following.startswith("--"):
-                raise ConfigError(f"{word} has no value; write {word} value")
-            text = following
+        values = [text] if equals else []
+        while words and not re.match(r"--|-[A-Za-z]", words[0]):
+            values.append(words.popleft())
+        if not values:
+            raise ConfigError(f"{word} has no value; write {word} value")
+        if len(values) > 1:
+            text = json.dumps([value(text) for text in values])
+        else:
+            text = values[0]
         yield path, text
 
 
