@@ -156,11 +156,10 @@ def setting_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
             values.append(words.popleft())
         if not values:
             raise ConfigError(f"{word} has no value; write {word} value")
-        if len(values) > 1:
-            text = json.dumps([value(text) for text in values])
+        if len(values) == 1:
+            yield path, values[0]
         else:
-            text = values[0]
-        yield path, text
+            yield path, json.dumps([value(text) for text in values])
 
 
 def _given(path: str, text: str) -> object:

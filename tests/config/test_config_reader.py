@@ -186,8 +186,8 @@ def test_short_paths_change_the_default_config():
 
 
 def test_words_that_a_shell_made_of_a_pattern_are_a_list() -> None:
-    words = "--data.paths a.txt b.txt --optimizer.params.betas 0.9 0.99 --mesh.dp -1".split()
-    pairs = dict(reader.setting_pairs(words))
+    words = "--data.paths a.txt b.txt --optimizer.params.betas 0.9 0.99 --mesh.dp -1"
+    pairs = dict(reader.setting_pairs(words.split()))
     assert json.loads(pairs["data.paths"]) == ["a.txt", "b.txt"]
     assert json.loads(pairs["optimizer.params.betas"]) == [0.9, 0.99]
     assert pairs["mesh.dp"] == "-1"
