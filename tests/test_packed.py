@@ -19,7 +19,20 @@ BENCHMARKS = sorted(path.relative_to(ROOT) for path in (ROOT / "benchmarks").rgl
 LEAST_ROWS = 4
 """A table of data, which may keep its own layout, has at least so many rows."""
 BOOLEANS = (ast.Compare, ast.BoolOp)
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+COMPREHENSIONS = {ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp}
+# The other nodes, nine of ten, are not looked at any further.
+KINDS = COMPREHENSIONS | {
+    ast.Assign,
+    ast.AnnAssign,
+    ast.IfExp,
+    ast.BinOp,
+    ast.Slice,
+    ast.Subscript,
+    ast.BoolOp,
+    ast.List,
+    ast.Tuple,
+    ast.Set,
+}
 
 
 def packed_form(node: ast.AST) -> str | None:
@@ -83,7 +96,7 @@ def is_literal_unpacked(element: ast.AST) -> bool:
 def packed_places(path: Path) -> Iterator[str]:
     """Yield file, line and form of each packed place of a file."""
     for node in nodes_of(path):
-        form = packed_form(node)
+        form = packed_form(node) if type(node) in KINDS else None
         if form:
             yield f"{path}:{node.lineno}: {form}"
     if "# fmt:" not in text_of(path):
