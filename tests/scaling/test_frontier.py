@@ -27,7 +27,7 @@ def isoflop(runs, method="akima", draws=0):
     return fit_frontier(runs, "isoflop", method, SQUARES, draws=draws, seed=0)
 
 
-@pytest.mark.parametrize("method", ["akima", "parabola"])
+@pytest.mark.parametrize("method", ["akima", pytest.param("parabola", marks=pytest.mark.slow)])
 def test_exponent_of_isoflop_profiles_is_recovered(method):
     fitted = isoflop(chinchilla(sizes=15), method)
     assert fitted.optimal["N"] == pytest.approx(TRUTH, abs=2e-3)

@@ -31,7 +31,10 @@ def rows_where(table, keep):
     return Table(table.path, table.columns, rows, names)
 
 
-@pytest.mark.parametrize("dataset", ["c4_original", "rpj", "rw_original"])
+@pytest.mark.parametrize(
+    "dataset",
+    ["c4_original", *(pytest.param(x, marks=pytest.mark.slow) for x in ("rpj", "rw_original"))],
+)
 def test_gadre_is_reproduced_to_the_printed_digits(dataset):
     """arXiv:2403.08540: five runs, least squares of the loss."""
     table = read(published("gadre/gadre_104_models.csv")).where([f"dataset={dataset}"])

@@ -20,7 +20,7 @@ OTHER = CHINCHILLA | {"E": 0.4, "alpha": 0.6, "beta": 0.15}
     ("kind", "law"),
     [
         ("huber", CHINCHILLA),
-        ("squares", CHINCHILLA),
+        pytest.param("squares", CHINCHILLA, marks=pytest.mark.slow),
         pytest.param("huber", OTHER, marks=pytest.mark.slow),
         pytest.param("likelihood", CHINCHILLA, marks=pytest.mark.slow),
     ],

@@ -104,6 +104,13 @@ def test_design_keeps_the_rules(plan, tmp_path):
     )
 
 
+def test_forecast_run_takes_the_hours_asked_for():
+    """Of a machine that does 1e15 FLOPs an hour."""
+    flops = design.flops_for(5.0, lambda flops: ({}, [], flops / 1e15))
+    assert flops == pytest.approx(5e15, rel=0.03) and flops <= 5e15
+
+
+@pytest.mark.slow  # the ladder is expanded for each of many budgets
 def test_hours_on_known_hardware_set_the_budgets(plan, tmp_path):
     model = {
         "hidden_size": 1024,

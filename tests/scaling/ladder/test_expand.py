@@ -123,9 +123,11 @@ def test_one_trunk_serves_forks_of_all_budgets(tmp_path):
             begin = trunk.folder / f"checkpoints/step-{fork.steps_done}"
             assert config.checkpoint.resume == str(begin)
             # The rate of the fork until it begins is the trunk's at every step.
+            whole_fork = complete(fork)
+            whole_trunk = complete(trunk)
             for step in range(fork.steps_done):
-                assert rate(complete(fork), step) == rate(complete(trunk), step)
-            assert rate(complete(fork), fork.steps - 1) == pytest.approx(0.1 * 0.01)
+                assert rate(whole_fork, step) == rate(whole_trunk, step)
+            assert rate(whole_fork, fork.steps - 1) == pytest.approx(0.1 * 0.01)
 
 
 def test_fork_too_short_for_a_trunk_becomes_a_run(tmp_path):
@@ -227,7 +229,13 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("setting", HUGE)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "sizes.0.params" else name
+        for name in HUGE
+    ],
+)
 def test_excessive_sizes_are_refused_at_once(tmp_path, setting):
     started = time.process_time()
     with pytest.raises(ConfigError, match=rf"{setting} = .*: (must be|the nearest|is above)"):

@@ -100,6 +100,7 @@ def test_tuning_runs_come_first_and_set_the_others(place):
     assert run(file)[0] == 0 and len(started(place)) == 20
 
 
+@pytest.mark.slow  # by default tests/scaling/ladder/test_tuning.py, without processes
 def test_best_rate_at_the_edge_stops_the_ladder(place):
     hyperparameters = {"learning_rate": 0.1, "batch_tokens": 64, "tune": {}}
     file = write(place, hyperparameters=hyperparameters, budgets={"tokens": [1920, 3840]})
@@ -183,6 +184,7 @@ def test_forks_start_from_checkpoints_of_their_trunk(place):
                 shutil.rmtree(path)
 
 
+@pytest.mark.slow  # by default the two tests beside it: forks wait for trunks, runs fail
 def test_failed_trunk_fails_its_forks(place):
     file = write(place, schedule={"type": "forks"}, budgets={"tokens": [3200, 6400]})
     trunk = next(r.run.name for r in ladder_of(str(file)).rungs if r.run.kind == "trunk")
@@ -197,6 +199,7 @@ SIZES = [{"model": {"hidden_size": h, "num_hidden_layers": 1}} for h in (16, 32,
 HELD = [{"size": {"model": {"hidden_size": 96, "num_hidden_layers": 1}}, "tokens": 64000}]
 
 
+@pytest.mark.slow  # by default one whose forecast cannot be registered
 def test_held_out_run_is_not_started_after_a_failure(place):
     file = write(place, sizes=SIZES, budgets={"tokens": [640, 1280, 2560]}, held_out=HELD)
     (place / "runs/2.59k-d640.fails").touch()

@@ -68,7 +68,7 @@ def design(args: Namespace, out: Console) -> dict[str, Any]:
             hours += (cost.hours + 10 / 3600) / at_once  # imports and evaluation take 10 s
         return document, expanded, hours
 
-    flops = args.flops or _flops_for(args.hours, runs)
+    flops = args.flops or flops_for(args.hours, runs)
     document, expanded, hours = runs(flops)
     fitted = [run for run in expanded if run.kind == "fit"]
     target = next(run for run in expanded if run.kind == "held-out")
@@ -224,7 +224,7 @@ def _nearest(sizes: _Sizes, params: float) -> int:
     return n - 1 if n and sizes(n - 1)[0] * sizes(n)[0] > params**2 else n
 
 
-def _flops_for(hours: float, runs: _Runs) -> float:
+def flops_for(hours: float, runs: _Runs) -> float:
     """Return the FLOPs of the forecast run whose whole ladder takes so many hours.
 
     Raises ConfigError if the speed of the machine is not known.
