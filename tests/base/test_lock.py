@@ -213,7 +213,7 @@ def test_process_killed_while_taking_over_does_not_block_the_lock(tmp_path, quic
     mine.release()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"jobs": 3}', '{"jobs": [], "x": 1}'])
+@pytest.mark.parametrize("text", ["{", '{"jobs": [], "x": 1}'])
 def test_damaged_lock_file_counts_as_a_silent_holder(tmp_path, quick, text):
     path = tmp_path / "run.lock"
     path.write_text(text)

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.gloo
 THEIRS = {name: json.loads(path.read_text()) for name, path in FILES.items()}
 OFFLOADED = ["trainer_zero2", "trainer_zero3"]
 LOGGED = "everything_logged"
-TRAINED = sorted(set(THEIRS) - {*OFFLOADED, LOGGED})
+TRAINED = ["chat_fine_tuning", "megatron_bf16", "megatron_prescaled"]
+OTHERS = sorted(set(THEIRS) - {*TRAINED, *OFFLOADED, LOGGED})
 NO_OPTIMIZER = {name for name, file in THEIRS.items() if "optimizer" not in file}
 
 
@@ -59,6 +60,13 @@ def test_published_files_train(data):
     boards = runs["chat_fine_tuning"][1].parent / "boards" / "step1"
     assert list(boards.glob("events.out.tfevents.*"))
     assert runs["megatron_bf16"][0].says("time    step") == 2
+
+
+@pytest.mark.slow  # by default they are read
+def test_other_published_files_train(data):
+    for name, (ended, folder) in run(OTHERS, data).items():
+        check(ended, folder)
+        assert ended.says("optimizer: not set; AdamW") == (name in NO_OPTIMIZER), name
 
 
 @pytest.mark.slow  # DeepSpeed's CPU Adam is loaded, or compiled
