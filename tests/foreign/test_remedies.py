@@ -130,7 +130,10 @@ def test_moments_are_kept_in_fp32(convert, tmp_path):
     assert not convert(tmp_path / "again")
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "no index"])
+@pytest.mark.parametrize(
+    "damage",
+    ["missing", *(pytest.param(x, marks=pytest.mark.slow) for x in ("short", "no index"))],
+)
 def test_distributed_checkpoint_is_copied_again(convert, folder, tmp_path, damage):
     theirs = tmp_path / "theirs"
     copytree(folder, theirs)

@@ -64,6 +64,12 @@ def command(monkeypatch, capsys):
     return call
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Draw no plots: the test reads the page's tables."""
+    monkeypatch.setattr(runs, "pictures", lambda *_: {})
+
+
 def rows_of(page):
     """The cells of each row of the page's tables by the first."""
     rows = [re.findall(r"<t[dh]>(.*?)</t[dh]>", row) for row in re.findall("<tr>.*?</tr>", page)]
@@ -156,6 +162,7 @@ def test_measurements_are_those_of_the_newest_launch(tmp_path):
     assert "memory" not in plots and rows_of(page)["mesh, pp×dp×tp"] == [sizes]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_plan_is_shown_beside_the_measurements(tmp_path, device):
     """Memory as it was counted: resident on a CPU, in torch's allocator on a GPU."""
@@ -174,7 +181,11 @@ def test_plan_is_shown_beside_the_measurements(tmp_path, device):
 
 
 @pytest.mark.parametrize(
-    ("own", "recognised"), [("A100-SXM4-80GB", None), ("auto", "A100-SXM4-80GB")]
+    ("own", "recognised"),
+    [
+        pytest.param("A100-SXM4-80GB", None, marks=pytest.mark.slow),
+        ("auto", "A100-SXM4-80GB"),
+    ],
 )
 def test_hardware_of_unknown_fp32_speed_has_no_plan(tmp_path, own, recognised):
     folder = run_in(tmp_path / "run", **{"parallel3d.run.hardware": own})
@@ -190,6 +201,7 @@ def test_hardware_of_unknown_fp32_speed_has_no_plan(tmp_path, own, recognised):
     assert rows_of(page)["fullest rank, MiB"] == ["500"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_generated_text_is_escaped(tmp_path):
     run = runs.read(run_in(tmp_path / "run"))
     texts = {"after step 5": "if a < b:\n    return <1>", "after step 10": "print()"}
