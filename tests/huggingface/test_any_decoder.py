@@ -37,7 +37,7 @@ def saved(kind, folder, **options):
     "kind",
     [
         "phi3",
-        "minimax_m2",
+        pytest.param("minimax_m2", marks=pytest.mark.slow),
         "gpt_oss",
         pytest.param("gemma2", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
