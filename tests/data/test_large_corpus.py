@@ -128,7 +128,13 @@ def corpus_of(folder, is_foreign):
     return corpus
 
 
-@pytest.mark.parametrize("is_foreign", [False, True], ids=["own", "foreign"])
+@pytest.mark.parametrize(
+    "is_foreign",
+    [
+        pytest.param(False, id="own", marks=pytest.mark.slow),
+        pytest.param(True, id="foreign"),  # it opens more files
+    ],
+)
 def test_large_corpus_opens_in_a_second_and_100_megabytes(tmp_path, is_foreign):
     corpus = corpus_of(tmp_path, is_foreign)
     command = [sys.executable, "-c", OPEN, str(corpus)]

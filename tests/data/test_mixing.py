@@ -24,7 +24,7 @@ WEIGHTS = st.lists(st.decimals("0.01", "50", places=2).map(float), min_size=1, m
 
 
 @given(WEIGHTS, st.integers(0, 10**12))
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=20, deadline=None)
 def test_every_prefix_has_each_share_to_within_one_sample(weights, far):
     mixing = Mixing(weights)
     parts, places = mixing.assign(np.arange(3000))
@@ -134,7 +134,7 @@ def test_parts_of_equal_length_have_different_orders():
 
 
 @given(st.integers(0, 10**9), st.integers(1, 20))
-@hypothesis_settings(max_examples=20, deadline=None)
+@hypothesis_settings(max_examples=8, deadline=None)
 def test_sample_depends_only_on_its_index(first, count):
     batches = Batches(MIXTURE, 10, seed=5)
     together = batches.microbatch(first, count)[0]

@@ -9,7 +9,7 @@ import os
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import compute, parquet
 
@@ -186,6 +186,7 @@ def test_files_are_read_in_the_order_of_their_names(tmp_path):
     assert texts_at(documents, [1, 4]) == ["a.jsonl 1", "b.jsonl 1"]
 
 
+@settings(max_examples=20)
 @given(texts=st.lists(st.text(min_size=1), min_size=1), data=st.data())
 def test_any_text_is_read_back_at_any_index(tmp_path_factory, texts, data):
     path = tmp_path_factory.mktemp("any") / "rows.jsonl"

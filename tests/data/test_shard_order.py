@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gloo
 COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(COUNTS, st.integers(0, 2**63), st.integers(1, 14), st.data())
 def test_each_epoch_has_every_sample_at_a_fixed_place(counts, seed, window, data):
     order = ShardOrder(np.array(counts), window)
@@ -25,7 +25,7 @@ def test_each_epoch_has_every_sample_at_a_fixed_place(counts, seed, window, data
     assert again.tolist() == whole[some].tolist()
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(COUNTS, st.integers(0, 2**63), st.integers(0, 3))
 def test_window_of_all_shards_has_the_order_of_a_local_corpus(counts, seed, more):
     index = np.arange(2 * sum(counts) + 5)
@@ -34,7 +34,7 @@ def test_window_of_all_shards_has_the_order_of_a_local_corpus(counts, seed, more
     assert order.sample_index(seed, index).tolist() == local.tolist()
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(COUNTS, st.integers(0, 2**63), st.integers(1, 5))
 def test_two_groups_of_shards_suffice_at_any_index(counts, seed, window):
     """The next group is announced while the samples of the one before it are read."""
