@@ -131,7 +131,7 @@ def test_export_of_the_average_has_the_logged_loss(trained, called, tmp_path):
 @pytest.mark.parametrize(
     ("words", "steps", "weights"),
     [
-        (["--last", "3"], [2, 3, 4], None),
+        pytest.param(["--last", "3"], [2, 3, 4], None, marks=pytest.mark.slow),
         (["--steps", "4", "1", "--weights", "1", "3"], [4, 1], [1, 3]),
     ],
 )
