@@ -184,11 +184,12 @@ def messages_on_rank(rank, case, culprit, plant):
             r"rank 1 on \S+ received other bits in 1RECV_F0 than rank 0 on \S+ sent: those of "
             r"1RECV_F1; rank 1 on \S+ received other bits in 1RECV_F1 .*: those of 1RECV_F0\. ",
         ),
-        (
+        pytest.param(
             Case((2, 2, 1), zero_stage=3, **settings()),
             3,
             flip_on_the_way,
             r"rank 1 on \S+ received other bits in 0RECV_B0 than rank 3 on \S+ sent\. ",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["swapped", "flipped"],

@@ -75,7 +75,7 @@ def launched(tmp_path):
             process.kill()
 
 
-@pytest.mark.parametrize("name", ["torchrun", "mpirun"])
+@pytest.mark.parametrize("name", [pytest.param("torchrun", marks=pytest.mark.slow), "mpirun"])
 def test_rank_ends_when_its_launcher_is_killed(launched, name):
     launcher, rank = launched(name)
     assert launcher.stdout.readline() == "started\n"
@@ -98,7 +98,7 @@ def test_rank_outlives_script_that_starts_it(launched):
     assert launcher.stdout.readline() == "started\n"
     launcher.kill()
     launcher.wait()
-    time.sleep(1.0)
+    time.sleep(0.3)
     assert rank.is_running()
     rank.send_signal(signal.SIGTERM)
     assert has_ended(rank)

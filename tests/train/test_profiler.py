@@ -171,7 +171,9 @@ def events_in(profile):
     return json.loads((profile / "timeline.json").read_text())["traceEvents"]
 
 
-@pytest.mark.parametrize("ranks", ["auto", pytest.param("all", marks=pytest.mark.slow), [3]])
+@pytest.mark.parametrize(
+    "ranks", ["auto", *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ("all", [3]))]
+)
 def test_chosen_ranks_are_profiled(tmp_path, ranks):
     """By default one of each pipeline and tensor coordinate: those of dp 0."""
     dp_coords, has_trace = zip(
@@ -192,6 +194,7 @@ def profiled(raw, steps, start, **run):  # noqa: F811
     return config
 
 
+@pytest.mark.slow  # by default the test below, and tests/train/test_observers.py
 def test_trainer_profiles_configured_steps(raw):  # noqa: F811
     config = profiled(raw, steps=1, start=2)
     config["parallel3d"]["train"]["steps"] = 4

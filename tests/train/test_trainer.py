@@ -256,7 +256,9 @@ def poison_gradient(rank, culprit):
     ("disturb", "details", "expected"),
     [
         (poison_loss, (1, math.inf), "the loss on rank 1 is inf at step 3"),
-        (poison_weight, (1,), "the loss on rank 1 is nan at step 2"),
+        pytest.param(
+            poison_weight, (1,), "the loss on rank 1 is nan at step 2", marks=pytest.mark.slow
+        ),
         (poison_gradient, (0,), "the gradient norm is not finite at step 2"),
     ],
     ids=["loss", "weight", "gradient"],
