@@ -227,7 +227,9 @@ def test_unsupported_model_is_refused_and_no_file_written(
     ("name", "old", "new", "interval"),
     [
         ("small.yaml", "hidden_act: silu", "hidden_act: silu\n    no_rope_layer: 4", 4),
-        ("train.sh", "--swiglu", "--swiglu --no-rope-freq 4", 4),
+        pytest.param(
+            "train.sh", "--swiglu", "--swiglu --no-rope-freq 4", 4, marks=pytest.mark.slow
+        ),
         ("train.sh", "--swiglu", "--swiglu --no-rope-freq [0,0,1]*2", None),
     ],
 )

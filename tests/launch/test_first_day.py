@@ -8,7 +8,6 @@ their own (test_plan_bad.py, tests/published/test_bad_tables.py), and so have De
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -116,7 +115,7 @@ def flat(case):
 
 
 FLAT = [flat(case) for cases in CASES.values() for case in cases]
-THROUGH_THE_COMMAND = [flat(cases[5]) for cases in CASES.values()]
+THROUGH_THE_COMMAND = {kind: flat(cases[5]) for kind, cases in CASES.items()}
 
 
 @pytest.fixture
@@ -165,20 +164,20 @@ def test_beginner_mistake_gives_one_message(environment, words, what, folder, mo
     check(code, *capsys.readouterr(), what, folder)
 
 
-def test_one_mistake_of_each_kind_through_the_command(folder):
-    def run(case):
-        environment, words, _ = case
-        first = [] if "--config" in words else ["--config", "ds.json"]
-        return subprocess.run(
-            [sys.executable, TRAIN, *first, *words],
-            capture_output=True,
-            text=True,
-            env=os.environ | environment,
-        )
-
-    with ThreadPoolExecutor(2) as pool:
-        for case, done in zip(THROUGH_THE_COMMAND, pool.map(run, THROUGH_THE_COMMAND), strict=True):
-            check(done.returncode, done.stdout, done.stderr, case[2], folder)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind == "launch" else pytest.param(kind, marks=pytest.mark.slow) for kind in CASES],
+)
+def test_one_mistake_of_each_kind_through_the_command(folder, kind):
+    environment, words, what = THROUGH_THE_COMMAND[kind]
+    first = [] if "--config" in words else ["--config", "ds.json"]
+    done = subprocess.run(
+        [sys.executable, TRAIN, *first, *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+    check(done.returncode, done.stdout, done.stderr, what, folder)
 
 
 def test_list_of_mistakes_is_long_enough():
