@@ -51,7 +51,18 @@ def exported(config, root, dtype="fp32", architecture=None):
     return export(source, about, layout, root / "out", no_progress)
 
 
-@pytest.mark.parametrize("name", MODELS)
+# The others' names and settings are those of these, or of the damaged folder below.
+DEFAULT = (
+    "GPT2LMHeadModel, untied",
+    "LlamaForCausalLM, biases",
+    "LlamaForCausalLM, scaled",
+    "Qwen3ForCausalLM, wide heads",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
 def test_every_architecture_is_proved(name, tmp_path):
     config = MODELS[name]
     architecture_name = name.partition(",")[0]
@@ -73,7 +84,7 @@ def test_every_architecture_is_proved(name, tmp_path):
     assert "held-out loss | 2.7500 nats" in (tmp_path / "out/README.md").read_text()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_half_precision_is_proved_against_rounded_weights(dtype, tmp_path):
     proof = exported(MODELS["GPT2LMHeadModel"], tmp_path, dtype)
     assert proof.ok and len(proof.checked) == 4, proof
@@ -153,19 +164,15 @@ def another_end_of_text(folder):
     return "generation_config.json: eos_token_id is 2, not 1"
 
 
-DAMAGES = [
-    missing,
-    extra,
-    transposed,
-    another_type,
-    truncated,
-    missing_shard,
-    wrong_rope_base,
-    another_end_of_text,
-]
+DAMAGES = [missing, transposed, truncated, wrong_rope_base, another_end_of_text]
+OTHERS = [extra, another_type, missing_shard]
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    "damage",
+    [*DAMAGES, *(pytest.param(damage, marks=pytest.mark.slow) for damage in OTHERS)],
+    ids=lambda damage: damage.__name__,
+)
 def test_damage_is_detected_and_named(damage, sound, tmp_path):
     folder, *rest = sound
     shutil.copytree(folder, tmp_path / "out")
