@@ -81,8 +81,10 @@ class Skips:
         return DataError(between.join([f"{rule}:", *(flaw["message"] for flaw in self.listed)]))
 
     def check_share(self, flawed: int, usable: int, limit: float, what: str = "documents") -> None:
-        """Raise DataError if the share of flawed documents or files is above `limit`."""
+        """Raise DataError if the share of flawed documents or files is above `limit`, or all."""
         total = flawed + usable
+        if flawed and not usable:
+            raise self.error(f"none of {total:,} {what} can be used; fix them")
         if flawed > limit * total:
             raise self.error(
                 f"{flawed:,} of {total:,} {what} ({flawed / total:.1%}) cannot be used, more than"

@@ -74,6 +74,8 @@ class ReferenceErrors:
     """How many of the config's settings the reference has otherwise."""
     token_losses: float = 0.0
     """Mean error of tokens' losses by rounded logits, in nats."""
+    routers: float = 0.0
+    """Largest error of a router's scores of experts."""
     norms: float = 0.0
     """Relative error of the scale of a normalised token, beyond one rounding."""
     lines: float = 0.0
@@ -95,6 +97,7 @@ class ReferenceErrors:
             **tolerance,
             "way": 1e-3,
             "token_losses": 1e-4,
+            "routers": 1e-4,
             "rates": 1e-9,
             "start": 5.0,
             "masters": 0.5,

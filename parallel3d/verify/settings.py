@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 from parallel3d.base.masking import mask_values
 from parallel3d.base.section import Section
 from parallel3d.config import CompleteConfig, RunConfig
-from parallel3d.verify.reference import schedule_of
+from parallel3d.verify.schedule import schedule_of
 
 PROVED = "proved"
 ELSEWHERE = "tested elsewhere"
@@ -143,7 +143,7 @@ def is_proved(name: str, path: str, config: RunConfig, small: CompleteConfig) ->
     if block == "model.parametrization":
         return acts(small) and key not in ("base_width", "base_head_size", "base_depth")
     if block == "train.lr_schedule" and config.scheduler is None:
-        # The rates are those of the config's own schedule, over at most 1000 steps.
+        # The rates are those of the config's own schedule at its own length.
         own = getattr(schedule_of(config, small).train.lr_schedule, key)
         return key in _SCHEDULE and bool(own == getattr(config.train.lr_schedule, key))
     if block == "model" or (block == "optimizer.params" and key in _OPTIMIZER):

@@ -220,6 +220,7 @@ def verify(
     exact = config
     exact_small = small
     exact_reference = reference
+    meshes_in_fp32: list[MeshSizes] = []
     if config.precision != "fp32":
         exact = in_fp32(config)
         with_most_axes = max(runnable, key=lambda mesh: (sum(n > 1 for n in mesh), mesh.ranks))
@@ -267,12 +268,21 @@ def verify(
         console.print(_row(shown, *(f"{x:.1e}" for x in numbers), verdict))
         if raised:
             console.print(raised.rstrip())
+    compared = {
+        config.precision: f"{len(runnable)} meshes, a run saved on {saved} and resumed on "
+        f"{resumed}, and a step of {LONG.sequence_length} tokens with ids up to "
+        f"{LONG.vocab_size:,}"
+    }
+    if meshes_in_fp32:
+        compared["fp32"] = " and ".join(map(str, meshes_in_fp32))
+    for precision, what in compared.items():
+        is_equal = all(case["passed"] for case in cases if case["precision"] == precision)
+        bound = tolerance if precision == config.precision else TOLERANCE["fp32"]
+        console.print(
+            f"{'equal' if is_equal else 'NOT EQUAL'} to one process in {precision}, within "
+            f"{bound:.1g}: {what}"
+        )
     passed = all(case["passed"] for case in cases)
-    console.print(
-        f"{'equal' if passed else 'NOT EQUAL'} to one process, within {tolerance:.1g}: "
-        f"{len(runnable)} meshes, a run saved on {saved} and resumed on {resumed}, and a step of "
-        f"{LONG.sequence_length} tokens with ids up to {LONG.vocab_size:,}"
-    )
     idle = idle_settings(exact, exact_small[runnable[0]], exact_reference, folder)
     listed = features(config, small[runnable[0]], idle)
     console.print(summary(listed))

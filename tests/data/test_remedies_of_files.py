@@ -62,6 +62,15 @@ def test_line_that_cannot_be_read_is_fixed_or_removed(tmp_path, value):
     assert assert_read(config).num_documents == 2
 
 
+def test_documents_of_which_none_can_be_used_are_fixed(tmp_path):
+    path = write(tmp_path / "a.jsonl", lines_of({"body": TEXT}) * 30)
+    settings = {"source": "jsonl", "on_error": "skip", "max_skipped": 1.0}
+    with refused("none of 30 documents can be used; fix them") as refusal:
+        prepare(text_config(path, tmp_path, **settings))
+    assert 'it has "body"; set text_field' in refusal.text
+    assert_read(text_config(path, tmp_path, **settings, text_field="body"))
+
+
 @pytest.fixture
 def data_set(tmp_path):
     import datasets

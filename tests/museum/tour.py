@@ -28,6 +28,7 @@ WORDS = {
     "start": "first weights",
     "turns": "rotary positions",
     "norms": "norms",
+    "routers": "scores of routers",
     "rates": "learning rates",
     "samples": "order of samples",
     "masks": "dropout masks",

@@ -14,7 +14,8 @@ from parallel3d.config.learning_rate import rate
 from parallel3d.data.batches import documents_of
 from parallel3d.data.order import Mixing, sample_index
 from parallel3d.verify import definitions
-from parallel3d.verify.reference import first_weights, schedule_of
+from parallel3d.verify.reference import first_weights
+from parallel3d.verify.schedule import schedule_of
 from parallel3d.verify.shrink import shrink
 from tests.test_floors import num_nodes
 from tests.verify.configs import config_of

@@ -6,11 +6,13 @@ import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
@@ -18,13 +20,16 @@ from parallel3d.engine.quirks import core
 from parallel3d.model import optimizers
 from parallel3d.model.parametrization import Scales
 from parallel3d.models.blocks import GeluMLP
+from parallel3d.models.moe import blocks as moe
+from parallel3d.tensor import product as product_of_tensors
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.pointwise import gelu
 from parallel3d.tensor.random_key import RandomKey
-from parallel3d.verify.case import CaseTask, check, checked
+from parallel3d.verify.case import CaseRun, CaseTask, check, checked
 from parallel3d.verify.idle import idle_settings
-from parallel3d.verify.measure import TOLERANCE
-from parallel3d.verify.reference import prepare, schedule_of
+from parallel3d.verify.measure import TOLERANCE, ReferenceErrors
+from parallel3d.verify.reference import prepare
+from parallel3d.verify.schedule import compared_steps, schedule_of
 from parallel3d.verify.settings import acts, changed_settings
 from parallel3d.verify.shrink import EXACT, LONG, MESHES, in_fp32, shrink
 from parallel3d.verify.table import features
@@ -85,6 +90,19 @@ def test_every_schedule_of_the_rate_shrinks_to_a_valid_one(kind, steps):
     (long,) = shrink(config, ONE, extent=LONG).values()
     assert small.train.lr_schedule.type == long.train.lr_schedule.type
     assert schedule_of(config, small).train.lr_schedule.type == config.train.lr_schedule.type
+
+
+def test_rates_are_compared_over_the_whole_of_a_long_run():
+    raw = config_of()
+    schedule = {"type": "wsd", "warmup_steps": 1430, "decay_steps": 20_000}
+    raw["parallel3d"]["train"] |= {"steps": 143_000, "lr_schedule": schedule}
+    config = RunConfig.from_dict(raw)
+    own = schedule_of(config, shrink(config, ONE)[ONE[0]])
+    steps = compared_steps(own)
+    assert {0, 1429, 1430, 122_999, 123_000, 142_999} <= set(steps)
+    assert max(b - a for a, b in pairwise(steps)) <= 143
+    states = {feature.name: feature.state for feature in features_of(config)}
+    assert states["train.lr_schedule.warmup_steps = 1430"] == "proved"
 
 
 MUP = {
@@ -274,6 +292,31 @@ def test_mistake_in_a_proved_setting_is_seen(model, plant, tmp_path):
         small[ONE[0]], reference, task, function=partial(check_with, plant), timeout=100
     )
     assert not errors.within(tolerance), errors
+
+
+def error_of_routers(router, dtype):
+    """The error that a rank of a case finds."""
+    config = config_with({"router": router}, model="moe")
+    parts = SimpleNamespace(
+        stages=SimpleNamespace(module=moe.Router(config.model)),
+        engine=SimpleNamespace(settings=SimpleNamespace(dtype=dtype)),
+    )
+    return CaseRun._compare_routers(SimpleNamespace(parts=parts, config=config))
+
+
+@pytest.mark.parametrize("router", ["softmax_topk", "topk_softmax", "sigmoid"])
+def test_router_in_half_precision_is_seen(router, monkeypatch):
+    bound = {"routers": 1e-4}
+    for dtype in (torch.float32, torch.bfloat16):
+        right = ReferenceErrors(0.0, 0.0, 0.0, routers=error_of_routers(router, dtype))
+        assert not right.beyond(bound)
+
+    def rounded(x, weight, dtype):
+        return product_of_tensors.linear(x, weight).float()
+
+    monkeypatch.setattr(moe, "linear", rounded)
+    wrong = ReferenceErrors(0.0, 0.0, 0.0, routers=error_of_routers(router, torch.bfloat16))
+    assert "routers" in wrong.beyond(bound)
 
 
 @contextmanager

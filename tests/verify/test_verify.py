@@ -175,6 +175,8 @@ def test_half_precision_is_also_compared_in_fp32(monkeypatch, capsys):
     assert cases[-2:] == [("1x1x1", "fp32"), ("1x2x1", "fp32")]
     assert {precision for _, precision in cases[:-2]} == {"bf16"}
     assert errors.count(" fp32 ") == 2
+    assert "equal to one process in bf16, within 0." in errors
+    assert "equal to one process in fp32, within 1e-05: 1x1x1 and 1x2x1\n" in errors
 
 
 @pytest.mark.parametrize(
