@@ -203,7 +203,7 @@ class DiskPlace(Place):
             then = "Training stops"
         return (
             f"CHECKPOINT NOT SAVED ({self.num_failures} of {MOST_FAILURES} in a row): "
-            f"{self.problem}. Earlier checkpoints are unaffected. {then}"
+            f"{self.problem}. It has changed no earlier checkpoint. {then}"
         )
 
     def steps(self) -> list[tuple[int, str]]:

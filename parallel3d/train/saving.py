@@ -66,8 +66,8 @@ class Saving(Observer):
         """Save the state after a step if it is due."""
         if any(row.is_broken for row in step.rows):
             raise TrainingError(
-                f"{MOST_FAILURES} checkpoints in a row could not be saved; all ranks stop. Earlier "
-                "checkpoints are intact: free some space or repair the disk, and start again"
+                f"{MOST_FAILURES} checkpoints in a row could not be saved; all ranks stop. Mend "
+                f"the cause ({self._saver.places[0].problem}), and start again"
             )
         self._saver.poll()
         settings = self._config.checkpoint

@@ -4,7 +4,7 @@ The course has a warm-up, and its last step begins the second epoch. The second 
 token, so its gradient is several times larger than the others and it alone is clipped.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -251,8 +251,8 @@ def prepare(
         assert 0 < limit < inf, (quiet, loud)
         small = shrink(config, tuple(meshes), str(folder), clipping=limit, extent=extent)
     reference = train_reference(small[meshes[0]], folder, course)
-    num_parts = max(mesh.tp for mesh in meshes)
-    tolerances = tolerances_of(small[meshes[0]], folder, reference, num_parts)
+    orders = product((1, 2), {1, max(mesh.tp for mesh in meshes)})
+    tolerances = tolerances_of(small[meshes[0]], folder, reference, orders)
     reference = replace(reference, tolerances=tolerances)
     schedule = schedule_of(config, small[meshes[0]])
     rates = {n: definitions.learning_rate(schedule, n) for n in compared_steps(schedule)}
@@ -269,24 +269,27 @@ def prepare_long(
     (folder / "long").mkdir(exist_ok=True)
     long = shrink(config, (mesh,), str(folder), clipping=_NEVER_CLIPPED, extent=LONG)[mesh]
     reference = train_reference(long, folder / "long", course_of(long))
-    tolerances = tolerances_of(long, folder / "long", reference, mesh.tp)
+    tolerances = tolerances_of(long, folder / "long", reference, [(1, mesh.tp)])
     return long, replace(reference, tolerances=tolerances)
 
 
 def tolerances_of(
-    config: CompleteConfig, folder: Path, reference: Reference, num_parts: int
+    config: CompleteConfig, folder: Path, reference: Reference, orders: Iterable[tuple[int, int]]
 ) -> dict[str, float]:
     """Return the bound of each error in half precision, {} for fp32, which has a fixed one.
 
-    It follows from how far other right runs are from the reference, which add in other orders, and
-    round products in as many parts as tensor-parallel ranks do. They are several, because Adam
-    turns rounding into full steps: where a run ends is chance, and one may end near the reference.
+    It follows from how far other right runs are from the reference, which add in other orders. They
+    are several where Adam turns rounding into full steps before a gradient is compared: where a run
+    ends is chance then, and one may end near the reference.
+
+    - `orders`: of each run, the samples that are computed together, and the parts that products
+      are added up in, as tensor-parallel ranks do.
     """
     if config.precision not in HALF:
         return {}
     (folder / "again").mkdir(exist_ok=True)
     found = dict.fromkeys(FLOORS, 0.0)
-    for rows, parts in product((1, 2), sorted({1, num_parts})):
+    for rows, parts in orders:
         with ProductsInParts(parts) if parts > 1 else nullcontext():
             again = train_reference(config, folder / "again", reference.course, rows=rows)
         for name, size in differences(again, reference).items():

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -234,6 +235,7 @@ def test_training_stops_after_three_failed_saves_in_a_row(config):
     ranks = start(raw, (1, 2, 1), fill_the_disk_for_good)
     (error,) = {ended.error for ended in ranks}
     assert error.startswith("TrainingError: 3 checkpoints in a row could not be saved"), ranks
+    assert re.search(r"Mend the cause \(rank 0: .*No space left.*\), and start again", error), error
     assert ranks[0].says("CHECKPOINT NOT SAVED") == MOST_FAILURES
     assert names(folder_of(raw) / "checkpoints") == []
     trained = (folder_of(raw) / "metrics.jsonl").read_text().count("\n")
