@@ -68,6 +68,10 @@ class CoordinateRank:
         tokens = setting.flow.micro_batch * setting.workload.seq
         self._always = setting.num_microbatches * tokens // setting.mesh.cp * TOKEN_BYTES
         self._always += sum([stage.resident_bytes for stage in self.stages])
+        self._logits = [stage.logits_bytes for stage in self.stages]
+        self._saved = [stage.saved_bytes for stage in self.stages]
+        self._place_of = {stage: place for place, stage in enumerate(self.home)}
+        self._posted = self._posted_bytes()
 
     @property
     def waiting_on_host(self) -> int:
@@ -213,8 +217,8 @@ class CoordinateRank:
 
     def _activations(self, counts: MicrobatchCounts) -> tuple[int, int]:
         """Return the bytes of `counts` microbatches in flight: all but logits, and logits."""
-        logits = sum(map(mul, counts, [stage.logits_bytes for stage in self.stages]))
-        saved = sum(map(mul, counts, [stage.saved_bytes for stage in self.stages])) - logits
+        logits = sum(map(mul, counts, self._logits))
+        saved = sum(map(mul, counts, self._saved)) - logits
         return self._always + saved + self._passing(counts), logits
 
     def _moment(
@@ -229,32 +233,41 @@ class CoordinateRank:
         """Return the fullest counts of microbatches in flight with at least one at `place`."""
         if len(self._flight) == 1:
             return self._flight[0]
-        saved = [stage.saved_bytes for stage in self.stages]
         # A stage's backward needs a microbatch of its own in flight.
         possible = [counts for counts in self._flight if counts[place]]
-        return max(possible, key=lambda counts: sum(map(mul, counts, saved)))
+        return max(possible, key=lambda counts: sum(map(mul, counts, self._saved)))
+
+    def _posted_bytes(self) -> int:
+        """Return the bytes of messages that other ranks' stages exchange with these at any moment.
+
+        A receive is posted one compute ahead of its use.
+        """
+        total = 0
+        for index, stage in zip(self.home, self.stages, strict=True):
+            messages = 0
+            if self._is_elsewhere(index - 1):
+                messages += 1
+            if self._is_elsewhere(index + 1):
+                # On a device a sent message is freed when the next one is sent.
+                messages += 1 if self.on_cpu else 2
+            total += messages * stage.hidden_bytes
+        return total
+
+    def _is_elsewhere(self, stage: int) -> bool:
+        """Return True if another rank has the stage."""
+        return 0 <= stage < self.setting.num_stages and stage not in self._place_of
 
     def _passing(self, counts: MicrobatchCounts) -> int:
-        """Return the bytes of messages to and from the stages of neighbouring coordinates."""
-        total = 0
-        last = self.setting.num_stages - 1
-        count_of = dict(zip(self.home, counts, strict=True))
+        """Return the bytes of messages between stages beside microbatches in flight."""
+        total = self._posted
+        if not self.on_cpu:
+            return total
         for index, stage, count in zip(self.home, self.stages, counts, strict=True):
-            receives_forward = index > 0 and index - 1 not in count_of
-            receives_backward = index < last and index + 1 not in count_of
-            waiting = 0
-            # A receive is posted one compute ahead of its use.
-            if receives_forward:
-                waiting += 1
-            if receives_backward:
-                waiting += 1
-            if self.on_cpu and receives_forward:
+            if self._is_elsewhere(index - 1):
                 # gloo does not report that a message has left: gradients stay until the step ends.
-                waiting += self.setting.num_microbatches - count
-            if self.on_cpu and index + 1 in count_of:
+                total += (self.setting.num_microbatches - count) * stage.hidden_bytes
+            if index + 1 in self._place_of:
                 # The output of a stage is the input of the next one, and was counted with both.
-                waiting -= min(count, count_of[index + 1])
-            elif receives_backward and not self.on_cpu:
-                waiting += 1  # a sent message is freed when the next one is sent
-            total += waiting * stage.hidden_bytes
+                after = counts[self._place_of[index + 1]]
+                total -= min(count, after) * stage.hidden_bytes
         return total
