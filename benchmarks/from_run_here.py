@@ -1,6 +1,6 @@
 """How well one run on this machine predicts the others: python -m benchmarks.from_run_here.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.from_run_here [--steps 12] [--hardware FILE] [--json]
+    OMP_NUM_THREADS=1 python -m benchmarks.from_run_here [--hardware FILE] [--models small]
 
 Three models train on four meshes each, of one, two and four ranks, whose steps are recorded as by
 `wall_clock_breakdown`. Each run of a model is given in turn, as with `plan --from-run`, and the
@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5 * WINDOW)
     parser.add_argument("--hardware", help="a description of this machine; else it is calibrated")
     parser.add_argument("--runs", type=Path, help="where the measured parts are kept")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     args = parser.parse_args()
     machine = described(args.hardware)
     measured: dict[str, Ranks] = {}
@@ -124,7 +125,8 @@ def main() -> None:
         measured = json.loads(args.runs.read_text())
     errors = []
     plain = []
-    for name, runs in MODELS.items():
+    for name in args.models:
+        runs = MODELS[name]
         for run in runs:
             if str(run) not in measured:
                 raw = config_of(run, args.steps).to_dict()

@@ -84,7 +84,7 @@ BUDGET = {
     "parallel3d/mesh": 9_800,
     "parallel3d/model": 6_100,
     "parallel3d/pipeline": 3_400,
-    "parallel3d/plan": 24_500,
+    "parallel3d/plan": 24_900,
     "parallel3d/schedule": 6_800,
     "parallel3d/tensor": 13_600,
     "parallel3d/train": 20_900,

@@ -6,6 +6,7 @@ all other meshes of the same program and machine. Nothing else of the plan chang
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import sqrt
 
 from parallel3d.config.hardware import Figure, Hardware
 from parallel3d.plan.report.explain_run import Explanation
@@ -42,7 +43,7 @@ _OVERHEADS = {
 
 @dataclass(frozen=True)
 class Correction:
-    """The factors by which parts of a measured step exceeded their plan.
+    """The factors by which parts of a measured step are believed to exceed their plan.
 
     - `factors`: by the names in _RATES; without those that are too short to tell.
     - `host_seconds`: the host's seconds of a step beside all parts, which the plan does not have.
@@ -84,11 +85,16 @@ def _slower(figure: Figure, times: float) -> Figure:
 def correction_of(plan: Plan, explanation: Explanation) -> Correction:
     """Return the correction that a run's measured parts are to its plan.
 
-    A slow rank and a slow loader are of that run, and correct nothing.
+    Half of a factor (its square root) is of the machine, and half is of that run: each mesh is off
+    by itself about as much as the machine is (docs/planner/validation.md). A slow rank and a slow
+    loader are of that run, and correct nothing.
     """
     factors = {}
     for part in _RATES:
         measured, planned = explanation.seconds[part]
+        if part == "reduction":  # no link is slow where gradients are copied to one buffer
+            measured -= explanation.copying
+            planned -= explanation.copying
         if measured > 0 and planned > LEAST_SHARE * plan.time.seconds:
-            factors[part] = measured / planned
+            factors[part] = sqrt(measured / planned)
     return Correction(factors, max(0.0, explanation.seconds["rest"][0]))

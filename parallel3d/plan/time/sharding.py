@@ -105,6 +105,7 @@ class OncePerStep(NamedTuple):
     - `tensor`: sums of partial gradients over the tp ranks.
     - `tied`: the sum of a tied weight's two gradients.
     - `optimizer`: the update. `offload`: what it moves to and from the host.
+    - `flatten`: the part of `optimizer` that copies gradients to one buffer.
     """
 
     gather_before_seconds: float
@@ -118,6 +119,7 @@ class OncePerStep(NamedTuple):
     program_before_seconds: float
     gather_later_seconds: float
     gather_least_seconds: float
+    flatten_seconds: float
 
 
 Transfers = tuple[tuple[StageTransfers, ...], tuple[OncePerStep, ...]]
@@ -361,9 +363,11 @@ def _coord(
     optimizer = sizes.num_params * curves.overhead_per_param
     optimizer *= hardware.slowdown("overhead", num_devices)
     offload = 0.0
+    flatten = 0.0
     if state.reduces_once:  # all gradients are read, and written to one buffer
         flat = 2 * sizes.params * software.gradient_bytes
-        optimizer += _touch(flat, sharding, machine, curves.optimizer)
+        flatten = _touch(flat, sharding, machine, curves.optimizer)
+        optimizer += flatten
     if state.offload_optimizer == "none":
         if hardware.adam_params:
             update = own * _relative_to_adam(work) / hardware.adam_params.value
@@ -383,7 +387,7 @@ def _coord(
         optimizer += update * hardware.slowdown("traffic", num_devices)
     optimizer += matrix_work(model, held, sharding, machine).seconds
     once = before, fetch, reduce, tensor, tied, after, optimizer, offload
-    return OncePerStep(*once, program, later, least)
+    return OncePerStep(*once, program, later, least, flatten)
 
 
 def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float) -> float:

@@ -23,8 +23,9 @@ from tests.plan.toy_cluster import config, machine
 pytestmark = pytest.mark.pure
 
 
-def plan_of(cores=0, micro_batch=4, offload="none", mesh=(2, 2)):
+def plan_of(cores=0, micro_batch=4, offload="none", mesh=(2, 2), read_ahead=2):
     raw = config(batch=64).to_dict()
+    raw["parallel3d"]["data"]["read_ahead"] = read_ahead
     raw["train_micro_batch_size_per_gpu"] = micro_batch
     raw["zero_optimization"]["offload_optimizer"] = {"device": offload}
     raw["parallel3d"]["mesh"] = dict(zip(("pp", "dp"), mesh, strict=True))
@@ -58,7 +59,7 @@ def test_planned_parts_add_up_to_the_planned_step():
     [
         ("slow rank", "slow rank", "this rank's host"),
         ("fewer threads", "compute", "OMP_NUM_THREADS"),
-        ("slow loader", "data", "parallel3d.data.read_ahead"),
+        ("slow loader", "data", "parallel3d.data.cache"),
         ("slow link of the pipeline", "waiting", ""),
         ("slow link of the replicas", "reduction", ""),
         ("slow update", "optimizer", ""),
@@ -125,6 +126,24 @@ def test_time_without_a_core_is_neither_compute_nor_wait():
     for rank in ranks:
         rank.pop("without core", None)
     assert explain_run(plan, ranks).part == "slow rank"
+
+
+def test_reading_ahead_is_named_where_it_hides_reads():
+    """It hides reads that are long now and then, and never more than the rest of the step."""
+    plan = plan_of(read_ahead=0)
+    ranks = as_planned(plan)
+    for rank in ranks:
+        rank["data"] = 2 * plan.time.seconds
+    told = explain_run(plan, ranks)
+    assert told.setting == "parallel3d.data.read_ahead: 2 instead of 0"
+    assert told.gain == pytest.approx(plan.time.seconds)
+    assert told.excess == pytest.approx(2 * plan.time.seconds)
+    plan = plan_of()
+    for rank in ranks:
+        rank["data spread"] = 4 * plan.time.seconds
+        rank["steps"] = 100
+    told = explain_run(plan, ranks)
+    assert told.setting.startswith("parallel3d.data.read_ahead: more than 2")
 
 
 def test_excess_within_its_spread_is_not_named():
@@ -196,4 +215,4 @@ def test_command_reads_a_run_and_refuses_one_without_parts(tmp_path, monkeypatch
     printed = capsys.readouterr()
     answer = json.loads(printed.out)
     assert answer["part"] == "data" and answer["parts"]["data"]["measured"] == plan.time.seconds
-    assert "largest excess: data" in printed.err and "read_ahead" in printed.err
+    assert "largest excess: data" in printed.err and "data.cache" in printed.err
