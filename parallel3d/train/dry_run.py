@@ -16,8 +16,9 @@ from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import plan_rows, plan_table
 from parallel3d.plan.report.plan_rows import checkpoint_bytes, choose, choose_gathers
+from parallel3d.plan.report.row_json import choices_json, plan_json
 from parallel3d.plan.request import request_of
-from parallel3d.plan.search.plans import Plan, choices_json
+from parallel3d.plan.search.plans import Plan
 from parallel3d.plan.setting import Setting, leaves_weights_open
 from parallel3d.plan.vocabulary import with_vocabulary
 from parallel3d.train.inputs import missing_inputs
@@ -67,7 +68,7 @@ def _show(
     """Print the dry run; return the object for `--json`."""
     if plan:
         plan_table.explain(plan, out)
-        row = plan.to_json()
+        row = plan_json(plan)
     else:
         memory = fullest(setting)
         for line in plan_table.lines_of(setting):

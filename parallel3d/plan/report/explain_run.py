@@ -31,10 +31,11 @@ from parallel3d.plan.layers.placement import (
     stage_classes_of,
     stages_on,
 )
+from parallel3d.plan.memory.room import all_fit
 from parallel3d.plan.report.plan_table import three
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.plans import Plan
-from parallel3d.plan.search.remedy import all_fit, words_of
+from parallel3d.plan.search.remedy import words_of
 from parallel3d.plan.setting import RankShare
 from parallel3d.plan.time.operators import curves_for, machine_of, work_seconds
 from parallel3d.plan.time.sharding import Sharding, transfers_of

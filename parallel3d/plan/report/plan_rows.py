@@ -14,15 +14,17 @@ from parallel3d.config import ResolvedConfig, RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE, Hardware
 from parallel3d.model.optimizers import kinds
 from parallel3d.plan.memory.peak import fullest
+from parallel3d.plan.memory.room import gib, room_of, worst
 from parallel3d.plan.report import explain_run, plan_table
 from parallel3d.plan.report.explain_run import Explanation
 from parallel3d.plan.report.from_run import correction_of
 from parallel3d.plan.report.plan_table import lines_of, nothing_fits, three
+from parallel3d.plan.report.row_json import plan_json
 from parallel3d.plan.request import CHOICES, Request, request_of
 from parallel3d.plan.search.best_first import Ranking, search
 from parallel3d.plan.search.candidates import gathered_longest
 from parallel3d.plan.search.plans import Plan
-from parallel3d.plan.search.remedy import evaluate, gib, room_of, worst
+from parallel3d.plan.search.remedy import evaluate
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.step import step_time
 from parallel3d.schedule import schedules
@@ -103,13 +105,13 @@ def to_json(ranking: Ranking, request: Request) -> JsonObject:
     num_params = request.workload.num_params
     active = request.workload.num_active_params
     return {
-        "plans": [plan.to_json() for plan in ranking.rows],
+        "plans": [plan_json(plan) for plan in ranking.rows],
         "hardware": request.hardware.name,
         "devices": request.devices,
         "global_batch_size": request.global_batch_size,
         "num_params": num_params,
         **({} if active == num_params else {"num_active_params": active}),
-        "least": ranking.least.to_json() if ranking.least else None,
+        "least": plan_json(ranking.least) if ranking.least else None,
     }
 
 

@@ -14,10 +14,10 @@ from parallel3d.model.recompute import NONE
 from parallel3d.model.spec import LayerSpec, count_params
 from parallel3d.models.common import head_size_of
 from parallel3d.plan.memory.peak import PARTS, Memory, nccl_estimate, peak_of
+from parallel3d.plan.memory.room import gib
 from parallel3d.plan.request import Request
 from parallel3d.plan.search.best_first import Ranking
 from parallel3d.plan.search.plans import Plan
-from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import BYTES, Setting
 from parallel3d.plan.time.operators import OFF_TILES, TILE_BYTES, curves_for, fits_tiles, machine_of
 from parallel3d.plan.time.sharding import slowest_matrix_work

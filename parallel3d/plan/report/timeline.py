@@ -5,8 +5,8 @@ from html import escape
 from itertools import accumulate
 
 from parallel3d.plan.memory.peak import saved_bytes
+from parallel3d.plan.memory.room import gib
 from parallel3d.plan.search.plans import Plan
-from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.step import step_spans
 from parallel3d.schedule import draw

@@ -24,11 +24,12 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.model.recompute import FULL, NONE, Recompute
 from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import exceeds, least_in_flight, least_on_first, peak_of
+from parallel3d.plan.memory.room import all_fit, room_of, worst
 from parallel3d.plan.request import FixedChoices, Request
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import setting_of
 from parallel3d.plan.search.plans import Plan
-from parallel3d.plan.search.remedy import all_fit, evaluate, room_of, worst
+from parallel3d.plan.search.remedy import evaluate
 from parallel3d.plan.setting import PLAIN, Flow, Order, Setting, ZeroState
 from parallel3d.plan.time.operators import curves_for
 from parallel3d.plan.time.step import costs_of, lower_bound, passes_bound, step_time

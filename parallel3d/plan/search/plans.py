@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallel3d.base.reader import JsonObject
 from parallel3d.model.spec import Shape
 from parallel3d.model.spec import flops_of as products_flops
 from parallel3d.plan.layers.placement import cost_of, layers_by_stage, model_of, recompute_of
@@ -80,48 +79,3 @@ class Plan:
                 flops += products_flops(again.matmuls)
                 flops += again.attention.flops if again.attention else 0
         return flops * self.request.global_batch_size
-
-    def to_json(self) -> JsonObject:
-        """Return the plan's row in `parallel3d plan --json`. Its keys must not change."""
-        flops = self.request.flops
-        again = flops.full + self.recomputed_flops
-        return {
-            **choices_json(self.setting, self.memory),
-            "fits": self.fits,
-            "reason": self.reason,
-            "remedy": self.remedy,
-            "step_seconds": self.time.seconds,
-            "time": dict(self.time.parts),
-            "bubble": self.time.bubble,
-            "tokens_per_second": self.tokens_per_second,
-            "model_tflops_per_device": self.per_device(flops.full) / 1e12,
-            "hardware_tflops_per_device": self.per_device(again) / 1e12,
-            "mfu_full": self.mfu(flops.full),
-            "mfu_causal": self.mfu(flops.causal),
-            "days": self.days,
-            "device_hours": self.device_hours,
-        }
-
-
-def choices_json(setting: Setting, memory: Memory) -> JsonObject:
-    """Return a setting's choices and the memory of its fullest rank as JSON."""
-    flow = setting.flow
-    state = setting.state
-    return {
-        **flow.mesh._asdict(),
-        "ep": flow.ep,
-        "dp_shards": flow.mesh.dp // state.copies if state.copies > 1 else None,
-        "sequence_parallel": flow.sequence_parallel,
-        "zero_stage": state.zero_stage,
-        "gradient_reduction": "per_step" if state.reduces_once else "per_microbatch",
-        "weights": state.weights if state.zero_stage == 3 else None,
-        "offload": state.offload,
-        "micro_batch": flow.micro_batch,
-        "num_microbatches": setting.num_microbatches,
-        "schedule": setting.order.schedule,
-        "stages_per_rank": setting.order.stages_per_rank,
-        "recompute": str(flow.recompute),
-        "memory_bytes": {**memory.parts, "total": memory.total},
-        "host_bytes": memory.host,
-        "nvme_bytes": memory.nvme,
-    }

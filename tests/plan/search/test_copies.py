@@ -5,8 +5,9 @@ import pytest
 from parallel3d.config import RunConfig
 from parallel3d.plan.report.plan_rows import apply
 from parallel3d.plan.report.plan_table import lines_of
+from parallel3d.plan.report.row_json import choices_json
 from parallel3d.plan.request import request_of
-from parallel3d.plan.search import candidates, plans
+from parallel3d.plan.search import candidates
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.remedy import evaluate
 from tests.plan.settings import A100
@@ -53,7 +54,7 @@ def test_searched_number_is_written_into_the_config():
     plan = ranking.plans[0]
     shards = 512 // plan.setting.state.copies
     assert shards == 8
-    assert plans.choices_json(plan.setting, plan.memory)["dp_shards"] == shards
+    assert choices_json(plan.setting, plan.memory)["dp_shards"] == shards
     config = RunConfig.from_json("llama-8b.json", ["--train_batch_size", "4096"])
     assert apply(config, plan).mesh.dp_shards == shards
     (line,) = [line for line in lines_of(plan.setting) if line.startswith("copies")]

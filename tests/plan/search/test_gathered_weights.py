@@ -4,10 +4,10 @@ import pytest
 
 from parallel3d.config import RunConfig
 from parallel3d.plan.memory.peak import fullest, per_rank
+from parallel3d.plan.memory.room import gib
 from parallel3d.plan.report.plan_rows import as_written, choose_gathers, weights_for
 from parallel3d.plan.request import request_of
 from parallel3d.plan.search.best_first import search
-from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting, leaves_weights_open
 from tests.config.configs import raw
 from tests.plan.settings import A100, changed

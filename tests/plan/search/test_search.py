@@ -12,12 +12,14 @@ from parallel3d.config import RunConfig, hardware
 from parallel3d.model.recompute import FULL, NONE, SELECTIVE, Recompute, parse
 from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import least_in_flight, peak_of, per_rank
+from parallel3d.plan.memory.room import reason_of, worst
 from parallel3d.plan.report.plan_rows import apply, checkpoint_bytes, choose
+from parallel3d.plan.report.row_json import plan_json
 from parallel3d.plan.request import request_of
 from parallel3d.plan.search import best_first, candidates
 from parallel3d.plan.search.best_first import _Search, search
 from parallel3d.plan.search.candidates import setting_of
-from parallel3d.plan.search.remedy import evaluate, reason_of, smallest_change, worst
+from parallel3d.plan.search.remedy import evaluate, smallest_change
 from parallel3d.plan.setting import Flow, Setting
 from parallel3d.plan.time.step import lower_bound, step_time
 from parallel3d.schedule.schedules import names, splits_backward
@@ -136,7 +138,7 @@ def test_cp_is_searched_for_long_samples(monkeypatch):
     assert [mesh for mesh, _ in pairs] == [mesh for mesh, _ in expected]
     assert [s for _, s in pairs] == pytest.approx([s for _, s in expected], rel=1e-8)
     fixed = request_of(config(4, 6), machine(), 4, {"cp": 2})
-    assert all(plan.to_json()["cp"] == 2 for plan in search(fixed, 3).plans)
+    assert all(plan_json(plan)["cp"] == 2 for plan in search(fixed, 3).plans)
 
 
 def test_bounds_never_exceed_the_values(monkeypatch):
@@ -170,7 +172,7 @@ def test_bf16_is_not_planned_on_hardware_without_it():
 def test_search_is_deterministic_and_prefers_simple_plans():
     request = request_of(config(batch=4), machine(), 4)
     one, two = (
-        [plan.to_json() for plan in search(request_of(config(batch=4), machine(), 4)).rows]
+        [plan_json(plan) for plan in search(request_of(config(batch=4), machine(), 4)).rows]
         for _ in range(2)
     )
     assert one == two
@@ -197,7 +199,7 @@ def test_fixed_settings_are_kept():
     ranking = search(request_of(config(), machine(), 8, fixed))
     assert ranking.plans
     for plan in ranking.plans:
-        row = plan.to_json()
+        row = plan_json(plan)
         assert {name: row[name] for name in fixed} == fixed
     whole = search(request_of(config(), machine(), 8, {"pp": 2, "tp": 2, "dp": 2}), rows=5)
     assert len(whole.plans) == 5 and len({p.setting.mesh for p in whole.plans}) == 1
@@ -276,7 +278,7 @@ def test_chosen_config_is_the_first_row():
     chosen, plan = choose(wanted, 8, machine(5 * GIB))
     assert plan == plan and plan.fits and not chosen.is_planned
     again = RunConfig.from_dict(chosen.to_dict()).resolve(8)
-    row = search(request_of(wanted, machine(5 * GIB), 8), rows=1).plans[0].to_json()
+    row = plan_json(search(request_of(wanted, machine(5 * GIB), 8), rows=1).plans[0])
     mesh = again.mesh
     zero = again.zero_optimization
     assert (mesh.pp, mesh.dp, mesh.tp) == (row["pp"], row["dp"], row["tp"])
@@ -318,7 +320,7 @@ def test_fixed_weights_stay_gathered_as_the_config_says():
 def test_parts_sum_and_flops_agree():
     request = request_of(config(), machine(), 8)
     for plan in search(request).rows:
-        row = plan.to_json()
+        row = plan_json(plan)
         total = row["memory_bytes"].pop("total")
         assert sum(row["memory_bytes"].values()) == total
         assert sum(row["time"].values()) == pytest.approx(row["step_seconds"])

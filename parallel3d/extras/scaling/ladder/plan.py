@@ -25,10 +25,10 @@ from parallel3d.extras.scaling.ladder.ladder_file import load
 from parallel3d.extras.scaling.runs import CONFIG, config_of, unique_tokens
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
+from parallel3d.plan.memory.room import gib
 from parallel3d.plan.report import plan_rows
 from parallel3d.plan.report.plan_rows import choose
 from parallel3d.plan.request import request_of
-from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 
 REPEATS = 4
