@@ -95,14 +95,14 @@ def compare_runs(one: Path, other: Path, bound: float = 0.0) -> dict[str, Any]:
     }
 
 
-def is_close(one: float | None, other: float | None, bound: float) -> bool:
+def is_close(one: object, other: object, bound: float) -> bool:
     """Return True if two numbers differ by `bound` times the larger one at most.
 
-    A number that is not finite, or null, is close to the same alone.
+    A number that is not finite, or anything else, is close to the same alone.
     """
     if one == other:
         return True
-    if one is None or other is None:
+    if not isinstance(one, int | float) or not isinstance(other, int | float):
         return False
     if math.isnan(one) and math.isnan(other):
         return True

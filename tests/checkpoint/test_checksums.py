@@ -131,6 +131,7 @@ def diff(*arguments):
         (math.inf, 3.0, 1e-4, False),
         (math.nan, 3.0, 1e-4, False),
         (None, math.nan, 0.0, False),
+        ("NaN", 3.0, 1e-4, False),
     ],
 )
 def test_losses_that_are_not_finite_are_compared(tmp_path, one, other, bound, is_same):

@@ -72,9 +72,9 @@ _CANNOT = """## What the check cannot see
 - **Unequal numbers of trained tokens**, unless the config weighs labels: otherwise all samples
   predict equally many tokens (huggingface/transformers#35203, pytorch/torchtitan#2206).
 - **An overflow of one stage alone** (deepspeedai/DeepSpeed#994): no gradient overflows.
-- **Small errors in half precision.** There the bound is four times the distance of two right
-  runs that add in another order. Exhibits that do not need half precision are planted
-  in fp32; verify a config there, too.
+- **Small errors in half precision.** There the bound is four times the largest distance of right
+  runs that add in other orders, also in parts that are rounded, as tensor-parallel ranks do.
+  `verify` runs a config of half precision in fp32, too, where the other exhibits are planted.
 - **Steps that are left out, and batches that change their size.** They have tests of their own, as
   have reading of files, import and export; `verify` lists them at its end.
 """

@@ -220,6 +220,14 @@ def test_folder_without_a_run_is_refused(tmp_path, command):
     assert "run/metrics.jsonl: has no loss yet; wait" in refusal(command, run)
 
 
+@pytest.mark.parametrize("loss", ["null", "NaN", "Infinity"])
+def test_run_without_a_number_is_not_told_to_wait(tmp_path, command, loss):
+    run = run_in(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(re.sub(r'"loss": [^,}]+', f'"loss": {loss}', lines))
+    assert "has 10 steps whose loss is not a number, and no other; docs" in refusal(command, run)
+
+
 def refusal(command, *words):
     code, printed = command(*words)
     assert code == BAD_INPUT and printed.err.startswith("report: ") and not printed.out

@@ -17,7 +17,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.journal import STEP_PARTS
 from parallel3d.base.mesh_sizes import WITHOUT_CP
 from parallel3d.base.reader import flat
-from parallel3d.base.step_lines import METRICS, closing_window, read_lines
+from parallel3d.base.step_lines import METRICS, closing_window, finite, read_lines
 from parallel3d.config import CompleteConfig, RunConfig, hardware
 from parallel3d.extras.report.page import Part, Plots, figures, html, png, style, table
 from parallel3d.plan.memory.peak import per_rank
@@ -119,20 +119,29 @@ def read(folder: Path) -> Run:
         # Without a file `from_json` would look among the shipped configs.
         (folder / "config.json").stat()
         config = RunConfig.from_json(str(folder / "config.json")).completed()
-        # Lines of other programs lack what a step of ours has.
-        steps = [step for step in read_lines(folder / METRICS) if "tokens" in step]
+        steps = [finite(line) for line in read_lines(folder / METRICS) if _is_of_a_step(line)]
     except OSError as error:
         raise ConfigError(
             f"{error.filename}: {error.strerror}; name the folder of a run, such as runs/first"
         ) from None
-    if all(step.get("loss") is None for step in steps):
+    if not steps:
         raise ConfigError(f"{folder}/metrics.jsonl: has no loss yet; wait for the first step")
+    if all(step.get("loss") is None for step in steps):
+        raise ConfigError(
+            f"{folder}/metrics.jsonl: has {len(steps):,} steps whose loss is not a number, and no "
+            'other; docs/checkpoint.md, "When the loss goes wrong", says what to do'
+        )
     journal = folder / "events.jsonl"
     events = read_lines(journal) if journal.exists() else []
     records = (folder / layer_ranges.FOLDER).glob("step-*.json")
     newest = max(records, key=lambda path: int(path.stem[len("step-") :]), default=None)
     layers = None if newest is None else json.loads(newest.read_text(encoding="utf-8"))
     return Run(folder.resolve().name, config, steps, events, layers)
+
+
+def _is_of_a_step(line: Line) -> bool:
+    """Return True for a line of ours; lines of other programs lack what a step of ours has."""
+    return "tokens" in line and not isinstance(line.get("loss"), str)
 
 
 def planned(run: Run, name: str | None) -> Plan | str:
