@@ -16,6 +16,7 @@ MOST = 1000
 STRIDE = 61
 PARTS = (MLP, parse("layernorm+mlp_act"))  # all with each setting of a family are slow
 MESHES = ((1, False), (2, False), (2, True), (4, False), (4, True))  # tp, sequence parallelism
+FEW_MESHES = ((1, False), (2, True), (4, False))
 
 
 class Case(NamedTuple):
@@ -32,7 +33,7 @@ class Case(NamedTuple):
         return (of or self.layer.cost)(SHAPE, self.tp, self.sequence_parallel, self.recompute)
 
 
-def settings_of(family):
+def settings_of(family, meshes):
     """The values that the settings of a family take here, those of the mesh and the mode besides.
 
     Each switch, each probability of dropout, grouped queries, and heads that rotate in part, where
@@ -48,7 +49,7 @@ def settings_of(family):
         settings["partial_rotary_factor"] = (1.0, 0.5)
     if "num_key_value_heads" in models.config_class(family).model_fields:
         settings["num_key_value_heads"] = (None, 2)
-    return settings | {"mesh": MESHES, "recompute": (NONE, SELECTIVE, FULL)}
+    return settings | {"mesh": meshes, "recompute": (NONE, SELECTIVE, FULL)}
 
 
 def cases_of(family, full=False):
@@ -60,7 +61,7 @@ def cases_of(family, full=False):
 
 
 def _cases(family, full):
-    settings = settings_of(family)
+    settings = settings_of(family, MESHES if full else FEW_MESHES)
     if full:
         more = ("layernorm", "mlp_act", "layernorm+mlp")
         settings["recompute"] += (*PARTS, *map(parse, more))

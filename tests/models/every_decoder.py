@@ -44,14 +44,14 @@ TOGETHER = 14  # architectures on ranks that are started once; if one crashes, e
 SLOW = ("bailing_hybrid", "falcon_h1", "kimi_linear")
 
 
-def case_of(kind: str, std: float, mesh: tuple[int, int, int]) -> Case:
+def case_of(kind: str, std: float, mesh: tuple[int, int, int], **settings: Any) -> Case:
     """Return a run of a small model of an architecture."""
     model = {
         "family": "transformers",
         "config": small_config(kind, std),
         "vocab_size": VOCABULARY,
     }
-    return Case(model=model, mesh=mesh, batch=8, microbatches=2)
+    return Case(model=model, mesh=mesh, **{"batch": 8, "microbatches": 2} | settings)
 
 
 def train_cheaply(rank: int, jobs: Iterable[tuple[RunConfig, Reference]]) -> list[Differences]:

@@ -102,7 +102,11 @@ def assert_same_distribution(name, here, there):
     assert ks_2samp(here.flatten().numpy(), there.flatten().numpy()).pvalue > 1e-6, name
 
 
-@pytest.mark.parametrize("large", [True, False], ids=["without memory", "with memory"])
+@pytest.mark.parametrize(
+    "large",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["without memory", "with memory"],
+)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_recorded_values_are_those_that_transformers_draws(kind, large, monkeypatch):
     """Also of parameters as large ones are treated, which have no memory."""
@@ -146,7 +150,7 @@ def test_architectures_have_the_kinds_of_values():
 def test_large_model_is_recorded_without_memory():
     sizes = {
         "hidden_size": 8192,
-        "num_hidden_layers": 80,
+        "num_hidden_layers": 20,
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
         "intermediate_size": 28672,
