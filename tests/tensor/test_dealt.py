@@ -198,7 +198,7 @@ class Group:
         return self._rank
 
 
-@pytest.mark.parametrize("window", [None, 400])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 400])
 def test_flex_kernel_gives_the_same_attention(window):
     """FlexAttention with the blocks that a GPU's kernel is told of, as torch runs it on a CPU."""
     seq = 1024
