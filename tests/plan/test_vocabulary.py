@@ -1,6 +1,7 @@
 """The vocabulary of a plan whose config leaves it to the tokenizer, and what a search says."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -69,7 +70,10 @@ def test_unreadable_tokenizer_is_refused_by_default(tmp_path):
             with_vocabulary(config_of(tokenizer))
 
 
-@pytest.mark.parametrize("fixed", [{}, {"pp": 1}, {"zero_stage": 3}, {"tp": 1}])
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("fixed", [SLOW({}), {"pp": 1}, SLOW({"zero_stage": 3}), SLOW({"tp": 1})])
 def test_smallest_plan_is_smaller_than_all_rows(fixed):
     """Nor than what a search with fixed choices finds, whose plans it could choose."""
     described = hardware.load("a100-40gb").model_copy(update={"host": None})

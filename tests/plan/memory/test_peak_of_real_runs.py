@@ -40,12 +40,17 @@ def deep(**kinds):
 # By mesh, so that the ranks of one do not change the order in which another's modules are made.
 CASES = {
     (1, 2, 1): [
-        {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL},
-        deep(recompute="layernorm+mlp_act"),
+        {
+            "M": 2,
+            "thresholds": THRESHOLDS,
+            "offload": "cpu",
+            "bucket": 2**18,
+            **OFTEN,
+            **ONE,
+            **FULL,
+        }
     ],
-    (2, 1, 1): [
-        deep(M=6, schedule="interleaved", v=2),
-    ],
+    (2, 1, 1): [deep(M=4, schedule="interleaved", v=2)],
 }
 MOE = {"family": "moe", "num_experts": 8, "moe_intermediate_size": 128}
 OTHERS = {
@@ -56,7 +61,13 @@ OTHERS = {
         {"model": MOE, "micro": 4, "ep": 2, "zero": 1},
     ]
 }
-BOTH = {(1, 2, 1): [{**PASS, **BREADTH, **OFTEN, "offload": "cpu+cpu", **FLAT}]}
+BOTH = {
+    (1, 2, 1): [
+        {**PASS, **BREADTH, **OFTEN, "offload": "cpu+cpu", **FLAT},
+        deep(recompute="layernorm+mlp_act"),
+    ],
+    (2, 1, 1): [deep(M=6, schedule="interleaved", v=2)],
+}
 SLOW = {
     (1, 1, 1): [
         {}, {"precision": "fp32"}, {"zero": 1, "M": 1, **FLAT},
