@@ -20,7 +20,7 @@ from tests.verify.measuring import errors_of
 pytestmark = pytest.mark.gloo
 
 ROOT = Path(__file__).parents[2]
-SMALL = {"microbatches": 2, "batch": 8, "steps": 1, "model": {"num_hidden_layers": 4}}
+SMALL = {"microbatches": 2, "batch": 8, "steps": 1, "model": {"num_hidden_layers": 2}}
 TWO = SMALL | {"stages_per_rank": 2}
 OVERLAP = {"zero_optimization.overlap_comm": True}
 WINDOWS = {
