@@ -7,7 +7,6 @@ token, so its gradient is several times larger than the others and it alone is c
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import product
 from math import inf, sqrt
 from pathlib import Path
 from types import ModuleType
@@ -251,7 +250,8 @@ def prepare(
         assert 0 < limit < inf, (quiet, loud)
         small = shrink(config, tuple(meshes), str(folder), clipping=limit, extent=extent)
     reference = train_reference(small[meshes[0]], folder, course)
-    orders = product((1, 2), {1, max(mesh.tp for mesh in meshes)})
+    most_parts = max(mesh.tp for mesh in meshes)
+    orders = {(1, 1), (1, most_parts), (2, most_parts)}
     tolerances = tolerances_of(small[meshes[0]], folder, reference, orders)
     reference = replace(reference, tolerances=tolerances)
     schedule = schedule_of(config, small[meshes[0]])

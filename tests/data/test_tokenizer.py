@@ -1,9 +1,12 @@
 """The trained tokenizer is an ordinary, deterministic Hugging Face tokenizer; bad ones refused."""
 
 import json
+import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +138,30 @@ def test_tokenizer_is_loaded_before_the_corpus_is_read_and_once(trained, monkeyp
     corpus = prepare(own)
     monkeypatch.setattr(module, "load_tokenizer", lambda name: pytest.fail("loaded again"))
     assert prepare(own).key == corpus.key
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_hub_that_accepts_and_is_silent_is_unreachable(monkeypatch, answers):
+    for name in hub_access.OFFLINE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hub_access, "getproxies", dict)
+    monkeypatch.setattr(hub_access, "ANSWER_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        if answers:
+            threading.Thread(target=refuse_requests, args=(server,), daemon=True).start()
+        reason = hub_access.why_unreachable.__wrapped__()
+    assert reason == "" if answers else "sent nothing for 0.3 s" in reason
+
+
+def refuse_requests(server):
+    """Answer every request with an error; those that are empty are a check of the port."""
+    with suppress(OSError):
+        while True:
+            connection, _ = server.accept()
+            if connection.recv(2**12):
+                connection.sendall(b"HTTP/1.1 500 no\r\nContent-Length: 0\r\n\r\n")
+            connection.close()
 
 
 def test_unreachable_hub_is_reported_at_once(monkeypatch, settings, tmp_path):
