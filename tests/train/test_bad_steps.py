@@ -178,7 +178,7 @@ ZERO = [
 def test_batches_are_left_out_as_one_process_would(config, zero):
     """Skip batch 3; rewind from batch 5 to step 4: one process trains on the other batches."""
     options = {"train__steps": 6, "checkpoint__every": 2}
-    config = changed(config, {"zero_optimization": zero})
+    config = changed(config, {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 4})
     kind = f"{zero['stage']}-{len(zero)}"
     skip = named(config, f"skip-{kind}", train__on_nonfinite="skip", **options)
     rewind = named(config, f"rewind-{kind}", train__on_nonfinite="rewind", **options)
@@ -206,7 +206,9 @@ def test_resumed_run_decides_alike(config, dp):
     """A spike after the resume is measured by the steps before it; the bits are the same."""
     bad = FEWEST + 2
     options = {"train__steps": bad + 2, "checkpoint__every": 50, "train__on_spike": "skip"}
-    options |= {"train__digest_every": 6}
+    options |= {"train__digest_every": 6, "pipeline__activation_checkpointing": "none"}
+    quick = {"train_micro_batch_size_per_gpu": BATCH // dp, "zero_optimization.stage": 1}
+    config = changed(config, quick)
     whole, half = (named(config, f"{name}-{dp}", **options) for name in ("whole", "half"))
     first = changed(half, {"parallel3d.train.stop_after": bad - 1})
     runs = start_all([(whole, spoil, [bad], 3.0), (first,), (half,)], (1, dp, 1))

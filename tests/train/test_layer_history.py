@@ -197,10 +197,12 @@ def test_planted_cause_is_named(name, ends):
 
 
 CASES = [
-    Case(mesh=(1, 2, 1), zero_stage=0),
     Case(mesh=(1, 2, 1), zero_stage=2, offload="cpu"),
     Case(mesh=(2, 1, 1), zero_stage=1),
+]
+OTHERS = [
     Case(mesh=(1, 1, 2), zero_stage=2, precision="bf16"),
+    Case(mesh=(1, 2, 1), zero_stage=0),
 ]
 
 
@@ -236,10 +238,11 @@ def norms_on_rank(rank, cases, sample=SAMPLE):
     return results
 
 
-def test_norms_of_layers_are_those_of_whole_parameters():
-    ranks = run_locally(norms_on_rank, 2, CASES, 10**6)
+@pytest.mark.parametrize("cases", [CASES, pytest.param(CASES[:1] + OTHERS, marks=pytest.mark.slow)])
+def test_norms_of_layers_are_those_of_whole_parameters(cases):
+    ranks = run_locally(norms_on_rank, 2, cases, 10**6)
     by_layer = []
-    for case, of_ranks in zip(CASES, zip(*ranks, strict=True), strict=True):
+    for case, of_ranks in zip(cases, zip(*ranks, strict=True), strict=True):
         gradients, updates, squares = (sum(row[n] for row in of_ranks) for n in range(3))
         norm = of_ranks[0][3]
         assert float(gradients.sum()) ** 0.5 == pytest.approx(norm, rel=1e-3), case
@@ -258,6 +261,7 @@ def test_ratio_is_estimated_from_a_sample():
     assert not torch.allclose(*ratios, rtol=1e-5)
 
 
+@pytest.mark.slow  # the ones above have longer histories
 def test_short_history_is_written_once(config):
     """A history of few steps: the file has the event, and the report can name its cause."""
     raw = named(config, "short", train__layer_history=AFTER - 2, train__steps=AT + AFTER + 3)

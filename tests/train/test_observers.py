@@ -99,6 +99,7 @@ def run_all(tmp_path, backend=""):
     return ranks
 
 
+@pytest.mark.slow  # by default the strict backend runs without observers: tests/strict
 def test_all_observers_keep_rules_of_nccl(tmp_path):
     assert [code for _, code, *_ in run_all(tmp_path, STRICT)] == [0] * 4
 

@@ -15,6 +15,7 @@ from tests.cases import Trainer
 from tests.checkpoint.drill import changed, prepared_config
 from tests.train.running import folder_of, start
 from tests.train.wrong_bits import (
+    KINDS,
     MESHES,
     STAGES,
     Planted,
@@ -36,8 +37,13 @@ def check_campaign(mesh, zero_stage, faults, share=1.0, **options):
     assert len(missed) <= (1 - share) * len(above_noise), missed
 
 
-def test_each_kind_of_fault_is_named_under_zero3():
-    check_campaign((1, 2, 1), 3, faults=1, seed=3)
+@pytest.mark.parametrize(
+    "kinds",
+    [("forward", "gather", "optimizer"), pytest.param(KINDS, marks=pytest.mark.slow)],
+    ids=["few", "all"],
+)
+def test_each_kind_of_fault_is_named_under_zero3(kinds):
+    check_campaign((1, 2, 1), 3, faults=1, seed=3, kinds=kinds)
 
 
 @pytest.mark.slow
