@@ -90,18 +90,22 @@ class CoordinateRank:
             own = gradients(self.setting.actions, self.coord)
         else:
             yield 0, held.unreduced + held.shard, always, 0, reduced
+        coming: Windows | None = None
         if self.setting.state.holds_weights:
             coming = windows_of(self.setting.actions, self.setting.state.weights, self.coord)
-            yield from self._arrival_moments(coming)
-            weights = [self._gathered_by_program(coming, place) for place in self._places]
-        else:
-            weights = [self._gathered_by_hooks(place) for place in self._places]
-        for place, (gathered, its) in enumerate(zip(weights, own, strict=True)):
+        # A search stops at the first moment that does not fit, which is most often a pass.
+        for place, its in enumerate(own):
+            if coming:
+                gathered = self._gathered_by_program(coming, place)
+            else:
+                gathered = self._gathered_by_hooks(place)
             yield from self._stage_moments(place, gathered, its)
             if its:
                 body, logits = self._activations(its.last)
                 gradient_bytes = self._unreduced_bytes((*its.left, place)) + held.shard
                 yield gathered.reducing, gradient_bytes, body, logits, reduced
+        if coming:
+            yield from self._arrival_moments(coming)
 
     def _arrival_moments(self, coming: Windows) -> Iterator[Moment]:
         """Yield the moments at which weights that the program gathers arrive.
