@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 SILENT_SECONDS = 20.0
 """A server that sends nothing for so long is not waited for any longer."""
 
+_NOT_FOUND = 404
+
 Answer = TypeVar("Answer")
 
 
@@ -39,6 +41,8 @@ def matching_urls(pattern: str) -> list[str]:
 
     def find(system: "AbstractFileSystem", path: str) -> list[str]:
         paths = [path] if system.isfile(path) else system.glob(path)
+        if not paths:
+            _raise_other_cause(system, path)
         return sorted(str(system.unstrip_protocol(p)) for p in paths if system.isfile(p))
 
     urls = ask(pattern, find)
@@ -47,6 +51,17 @@ def matching_urls(pattern: str) -> list[str]:
             f"data.paths: {pattern!r} matches no file; use the URL of a file, or a glob"
         )
     return urls
+
+
+def _raise_other_cause(system: "AbstractFileSystem", path: str) -> None:
+    """Raise the error because of which a file was not found, if the server answered with one."""
+    try:
+        system.info(path)
+    except FileNotFoundError as error:
+        # To fsspec every answer of a web server but a file is a file that was not found.
+        cause = error.__cause__
+        if cause is not None and getattr(cause, "status", _NOT_FOUND) != _NOT_FOUND:
+            raise cause from None
 
 
 def ask(
