@@ -25,14 +25,17 @@ NAME = f"{P}run.name"
 DIRECTORY = f"{P}run.directory"
 CACHE = f"{DATA}cache"
 OPTIMIZER = "--zero_optimization.offload_optimizer."
-NO_NAMES = ["..", ".", "-rf", "a/b", "   ", "a\tb", "a\u200bb", "mine.lock", "x" * 300, "é" * 101]
+NO_NAMES = ["..", ".", "a/b", "   ", "a\tb", "a\u200bb", "mine.lock", "x" * 300, "é" * 101]
 SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}
 BIG = str(10**12)
 HUGE = str(10**30)
 
 # By kind: the words on the command line (and, for a launch, the environment), and the message.
 CASES = {
-    "name": [*((NAME, name, "must be a plain name") for name in NO_NAMES)],
+    "name": [
+        *((NAME, name, "must be a plain name") for name in NO_NAMES),
+        (f"{NAME}=-rf", "must be a plain name"),
+    ],
     "size": [
         (f"{MODEL}vocab_size", BIG, "parallel3d.model: its"),
         (f"{MODEL}vocab_size", HUGE, "parallel3d.model: its"),
