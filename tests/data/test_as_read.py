@@ -77,7 +77,7 @@ def test_stream_counted_as_read_has_the_packed_documents_of_each_window(tmp_path
     plain = plain_samples(settings)
     least = {"stream_cache_bytes": prepare(settings).train.tokens.num_bytes_needed}
     least |= {"cache": str(tmp_path / "least")}
-    for layout, changes in (((40, 1), {}), ((16, 2), {}), ((28, 4), least)):
+    for layout, changes in (((40, 1), {}), ((28, 4), least)):
         for folder in (tmp_path / "manifest").glob("counts"):
             shutil.rmtree(folder)
         read = streamed(settings.model_copy(update=changes), *layout, 0, len(plain))

@@ -255,7 +255,9 @@ def links_on_rank(rank, bandwidth):
     return lines, seconds
 
 
-@pytest.mark.parametrize(("bandwidth", "is_slow"), [(1e12, True), (1e3, False)])
+@pytest.mark.parametrize(
+    ("bandwidth", "is_slow"), [(1e12, True), pytest.param(1e3, False, marks=pytest.mark.slow)]
+)
 def test_run_over_several_hosts_warns_of_slow_links(bandwidth, is_slow):
     for lines, seconds in run_locally(links_on_rank, 2, bandwidth):
         assert len(lines) == is_slow and seconds < 5  # two, where the machine is idle
