@@ -56,7 +56,12 @@ def settings_of(config: str) -> Any:
             f'has more than a text model; its text model is a "{text.model_type}"',
             remedy=f'use the fields of its text_config, with "model_type": "{text.model_type}"',
         )
-    own = {name: value for name, value in fields.items() if name not in ("model_type",)}
+    known = _known_to(default)
+    own = {}
+    for name, value in fields.items():
+        # A null that the class does not know would hide the default of what reads it (head_dim).
+        if name != "model_type" and (value is not None or name in known):
+            own[name] = value
     try:
         with _quiet():
             settings = chosen(**own)
@@ -67,9 +72,8 @@ def settings_of(config: str) -> Any:
         reason = str(error).splitlines()[-1].strip()
         text = f"is refused by {chosen.__name__}: {reason}"
         raise Unsupported(text, where, "change its fields") from None
-    known = _known_to(settings)
     for name in _unknown(fields, settings):
-        if get_close_matches(name, known, n=1, cutoff=_TYPO):
+        if _is_misspelt(name, known):
             raise Unsupported(f"is no field of a {kind}", name, _near(name, known))
     settings.use_cache = False
     # Broad: some classes check their fields in a way of their own.
@@ -89,9 +93,8 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _known_to(settings: Any) -> set[str]:
-    """Return the names of the fields that a class of configs has, by the defaults of its own."""
-    default = type(settings)()
+def _known_to(default: Any) -> set[str]:
+    """Return the names of the fields that a class of configs has, by its defaults."""
     own = {name for name in default.to_dict() if not name.startswith("_")}
     return {*own, *default.attribute_map, *NEUTRAL, *_GENERAL}
 
@@ -102,9 +105,19 @@ def _unknown(fields: Mapping[str, object], settings: Any) -> list[str]:
     Published files have many: those of an earlier version, of code beside them, of other programs.
     The class has taken those that it does not keep for others, whose earlier names they are.
     """
-    known = _known_to(settings)
+    known = _known_to(type(settings)())
     named = {name for name, value in fields.items() if value is not None and name not in known}
     return sorted(name for name in named if name[:1] != "_" and hasattr(settings, name))
+
+
+def _is_misspelt(name: str, known: Iterable[str]) -> bool:
+    """Return True if an unknown field is nearly a known one, and not that one with more words."""
+    near = get_close_matches(name, known, n=1, cutoff=_TYPO)
+    return bool(near) and not _words_of(near[0]) < _words_of(name)
+
+
+def _words_of(name: str) -> set[str]:
+    return set(filter(None, name.split("_")))
 
 
 def _instead_of(fields: Mapping[str, Any]) -> str:

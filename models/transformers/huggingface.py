@@ -55,8 +55,12 @@ def reference(config: Config) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     settings = settings_of(config.json_of_model)
+    # Else what a module computes as it is built has the type that a published file names.
     model: nn.Module = AutoModelForCausalLM.from_config(
-        settings, attn_implementation="eager", experts_implementation="eager"
+        settings,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
     skeleton = skeleton_of(config)
     for number in range(len(skeleton.layers)):

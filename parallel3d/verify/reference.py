@@ -215,7 +215,8 @@ def train_reference(
     it, masters, added gradients, clipping and the update in fp32. `rows`: samples that are computed
     together; with it attention has torch's fused kernel, so sums have another order.
 
-    Raises ConfigError for a family without a transformers model, or with side losses.
+    Raises ConfigError for a family without a transformers model, with side losses, or whose code in
+    transformers does not run in fp64.
     """
     names = sorted({name for layer in models.layers(config.model) for name in layer.side_losses})
     if names:
@@ -228,7 +229,15 @@ def train_reference(
     model, family = load_model(config, first_weights(config), dtype)
     if rows is not None:
         model.set_attn_implementation("sdpa")
-    return train_model(model.train(), family, config, folder, course, rows)
+    try:
+        return train_model(model.train(), family, config, folder, course, rows)
+    except RuntimeError as error:
+        if dtype != torch.float64:
+            raise
+        raise ConfigError(
+            f"parallel3d.model: transformers' own code fails in fp64 ({error}), so verify has no "
+            "model to compare with; change what it fails in, or compare another model"
+        ) from error
 
 
 def prepare(

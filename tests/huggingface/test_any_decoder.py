@@ -86,6 +86,15 @@ def test_export_is_loaded_by_transformers(kind, tmp_path):
     assert text.shape == (1, 11) and torch.equal(text[:, :7], tokens)
 
 
+def test_type_in_a_published_file_does_not_round_the_reference():
+    """Gemma's factor of embeddings is a buffer: in bf16 it would be off by 1e-4."""
+    fields = small_config("gemma3_text") | {"torch_dtype": "bfloat16"}
+    model = huggingface.reference(Config(family="transformers", config=fields))
+    factor = model.get_input_embeddings().embed_scale
+    assert float(factor) == pytest.approx(fields["hidden_size"] ** 0.5, rel=1e-7)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_buffer_that_no_checkpoint_has_is_refused(tmp_path):
     saved("apertus", tmp_path / "model")
     with pytest.raises(ConfigError, match="act_fn"):

@@ -6,6 +6,7 @@ tried alone. It takes a quarter of an hour on two free cores.
 """
 
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from parallel3d.base.errors import TrainingError
+from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.model.spec import LayerCost
 from parallel3d.models.transformers.spec import Config, MeasuredLayer
@@ -103,8 +104,10 @@ def _uncompared(case: Case) -> str | None:
     """Return why there is nothing to compare with; None if transformers' own code runs."""
     try:
         _ = case.reference
-    except RuntimeError as error:
-        return f"was not compared: transformers' own code fails in fp64 ({error})"
+    except ConfigError as error:
+        if not isinstance(error.__cause__, RuntimeError):
+            raise
+        return f"was not compared: transformers' own code fails in fp64 ({error.__cause__})"
     return None
 
 
@@ -179,7 +182,19 @@ def results(names: Sequence[str] = ()) -> dict[str, Any]:
                 if error > BOUND:
                     plain = error_of_plain(case_of(kind, std, (1, 1, 1)))
                     tried[kind]["plain"][str(std)] = float(f"{plain:.1e}")
-    return {"transformers": version("transformers"), "tried": tried, "refused": refusals}
+    return {
+        "transformers": version("transformers"),
+        "revision": revision(),
+        "tried": tried,
+        "refused": refusals,
+    }
+
+
+def revision() -> str:
+    """Return the commit of this checkout."""
+    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    answer = subprocess.run(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+    return answer.stdout.strip()
 
 
 if __name__ == "__main__":

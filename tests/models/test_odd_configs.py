@@ -77,7 +77,7 @@ OTHERS = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("settings", [ROTATION, ATTENTION, OTHERS])
 def test_settings_are_equal_to_one_process(settings):
-    cases = [switched(kind, own, MESH) for kind, own in settings]
+    cases = [switched(kind, own, mesh=MESH) for kind, own in settings]
     measured = errors_on_ranks(cases)
     for (kind, own), errors in zip(settings, measured, strict=True):
         print(kind, own, errors)

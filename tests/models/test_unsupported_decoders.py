@@ -100,6 +100,21 @@ def test_fields_that_published_files_have_beside_those_of_the_class_are_noted():
     assert note.endswith("for starcoder2, and handed to it as they are: mlp_type")
 
 
+def test_field_with_a_known_name_and_more_words_is_noted():
+    """MiMo-V2's published file has the heads of its windows, which transformers does not read."""
+    fields = small_config("mimo_v2_flash") | {"swa_num_attention_heads": 4}
+    config = Config(family="transformers", config=fields)
+    assert config.facts.unknown == ("swa_num_attention_heads",)
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "phi3"])
+def test_null_of_a_field_that_the_class_lacks_is_as_if_it_were_missing(kind):
+    """Files that were written from another class have "head_dim": null."""
+    fields = small_config(kind)
+    with_null = Config(family="transformers", config=fields | {"head_dim": None})
+    assert with_null.facts == Config(family="transformers", config=fields).facts
+
+
 def test_vocabulary_of_a_pasted_config_counts_unless_the_block_says_one():
     fields = small_config("llama")
     assert Config(family="transformers", config=fields).vocab_size == VOCABULARY
