@@ -19,7 +19,8 @@ of four layers, with each of its layer types. It trained two AdamW steps under Z
 uniform, so a wrong mask or rotation shows). The error is the largest of the relative errors of the
 loss and the gradient norm and of the differences of every weight, against the whole
 `AutoModelForCausalLM` with eager attention in one process in fp64; training is in fp32. **{passed}
-architectures are within 1e-5 on this mesh at both.**
+architectures are within 1e-5 on this mesh at both.** All rows are of one revision of parallel3d,
+{revision}.
 
 Written by `python docs/architectures_page.py > docs/architectures.md` from architectures.json, the
 results of `tests/models/every_decoder.py`; a slow test compares them.
@@ -72,7 +73,9 @@ def architectures_document() -> str:
             passed[kind] = result
         else:
             refused[kind] = "was not trained on ranks yet"
-    text = _INTRODUCTION.format(version=found["transformers"], passed=len(passed))
+    text = _INTRODUCTION.format(
+        version=found["transformers"], revision=found["revision"], passed=len(passed)
+    )
     text += _table_of(passed) + _WITHOUT_TP + _table_of(alone)
     if failed:
         text += _FAILS + _table_of_differing(failed)
