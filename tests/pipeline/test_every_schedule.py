@@ -180,7 +180,9 @@ def old_gradients():
 
 
 @pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize(("zero_stage", "offload"), [(3, "none"), (2, "cpu")])
+@pytest.mark.parametrize(
+    ("zero_stage", "offload"), [(3, "none"), pytest.param(2, "cpu", marks=pytest.mark.slow)]
+)
 def test_gradients_of_the_last_step_return_unless_zeroed(zero_stage, offload):
     """DeepSpeed overwrites them in a rank's first backward of a step, whatever its stage."""
     case = Case(

@@ -223,9 +223,7 @@ def test_on_two_ranks(folder):
     """What cuts, recomputes, holds or sums in another way, each with a routing that it touches."""
     check(
         [
-            case_of((1, 1, 2), model=SIGMOID, sequence_parallel=True, checkpointing="full"),
             case_of((2, 1, 1), "zero_bubble", weights="per_pass", checkpointing="full"),
-            case_of((2, 1, 1), "zero_bubble", model=SIGMOID, zero_stage=1),
             case_of((1, 2, 1), model=TOP_FIRST, weights="per_step", reduction="per_step"),
             case_of((1, 1, 2), model=POOLED, sequence_parallel=True, checkpointing="full"),
         ],
@@ -233,12 +231,22 @@ def test_on_two_ranks(folder):
     )
 
 
+@pytest.mark.slow  # by default sigmoid routing is on four ranks, where they divide experts
+def test_sigmoid_routing_on_two_ranks(folder):
+    check(
+        [
+            case_of((1, 1, 2), model=SIGMOID, sequence_parallel=True, checkpointing="full"),
+            case_of((2, 1, 1), "zero_bubble", model=SIGMOID, zero_stage=1),
+        ],
+        folder,
+    )
+
+
 def test_divided_over_ranks(folder):
-    """Each ZeRO stage and routing, with what else cuts, sums or holds a stage."""
+    """ZeRO and routings, with what else cuts, sums or holds a stage; ZeRO-0 has `test_muon`."""
     check(
         [
             case_of((2, 2, 1), "zero_bubble", SIGMOID, ep=2, zero_stage=1),
-            case_of((1, 4, 1), model=SIGMOID, ep=2, zero_stage=3, reduction="per_step"),
             case_of((1, 4, 1), model=SIGMOID, ep=4, zero_stage=2),
             case_of(
                 (1, 2, 2),
@@ -249,7 +257,6 @@ def test_divided_over_ranks(folder):
                 sequence_parallel=True,
                 checkpointing="full",
             ),
-            case_of((2, 2, 1), "one_f_one_b", ep=2, zero_stage=0),
             case_of((1, 4, 1), model=SIGMOID, ep=2, zero_stage=3, changes=two_shards()),
         ],
         folder,
