@@ -80,7 +80,8 @@ FEW = [
     pytest.param((1, 2, 2), "gpt", 0, "none", {}, {}, marks=pytest.mark.slow),  # ZeRO 1: below
     ((1, 2, 2), "llama untied mup", 1, "none", OTHER, {"mesh_sequence_parallel": True}),
     ((2, 1, 2), "llama untied mup", 2, "cpu", OTHER, {}),
-    ((1, 2, 2), "moe", 1, "none", {}, {}),  # experts, and a router, which is AdamW's
+    # Experts, and a router, which is AdamW's: by default in tests/pipeline/test_experts.py.
+    pytest.param((1, 2, 2), "moe", 1, "none", {}, {}, marks=pytest.mark.slow),
 ]
 
 
