@@ -137,7 +137,7 @@ def train_without_compiler(rank, case, reference, only_on):
     ],
 )
 def test_torch_adam_trains_the_same_without_a_compiler(only_on):
-    case = Case(mesh=(1, 2, 1), offload="cpu", steps=2, batch=8)
+    case = Case(mesh=(1, 2, 1), offload="cpu", steps=2, batch=4, microbatches=1)
     ranks = run_locally(train_without_compiler, 2, case, case.reference, only_on)
     results, kinds = zip(*ranks, strict=True)
     errors = errors_of(case.config, results)

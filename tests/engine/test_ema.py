@@ -112,11 +112,10 @@ def worst_of(cases, folder, fault=nullcontext):
 
 # The meshes of the parity table's default tier, and two more.
 ONE = [CASE, replace(CASE, zero_stage=3, offload="cpu")]
-TWO = [
-    replace(CASE, mesh=(1, 2, 1), zero_stage=0),
+TWO = [replace(CASE, mesh=(1, 2, 1), zero_stage=0), replace(CASE, mesh=(2, 1, 1))]
+OFFLOADED = [
     replace(CASE, mesh=(1, 2, 1), zero_stage=2, offload="cpu"),
     replace(CASE, mesh=(1, 2, 1), zero_stage=3, offload="nvme"),
-    replace(CASE, mesh=(2, 1, 1)),
 ]
 FOUR = [
     replace(CASE, mesh=(2, 2, 1), zero_stage=3, schedule="one_f_one_b"),
@@ -140,10 +139,11 @@ EIGHT = [
     [
         ONE,
         TWO,
+        pytest.param(OFFLOADED, marks=pytest.mark.slow),
         pytest.param(FOUR, marks=pytest.mark.slow),
         pytest.param(EIGHT, marks=pytest.mark.slow),
     ],
-    ids=["one rank", "two ranks", "four ranks", "eight ranks"],
+    ids=["one rank", "two ranks", "offloaded", "four ranks", "eight ranks"],
 )
 def test_average_equals_that_of_one_process(cases, tmp_path):
     assert max(worst_of(cases, tmp_path)) < BOUND

@@ -25,7 +25,8 @@ FIXED = {"loss_scale": 512.0}
 def small(mesh=(1, 1, 1), scale=DYNAMIC, more=None, **settings):
     """A case of fp16 with a loss scale, and with `more` settings of the config."""
     changes = {f"fp16.{name}": value for name, value in scale.items()} | (more or {})
-    return Case(mesh, batch=8, microbatches=2, precision="fp16", changes=changes, **settings)
+    sizes = {"batch": 8, "microbatches": 2, "model": {"num_hidden_layers": 2}}
+    return Case(mesh, precision="fp16", changes=changes, **sizes, **settings)
 
 
 def train(rank, case, plant=None, fault=nullcontext):

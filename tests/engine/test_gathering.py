@@ -49,7 +49,7 @@ def second_step(case):
 def test_bytes_of_a_step_do_not_grow_with_microbatches(case, precision):
     """Weights at most twice, gradients (fp32) once: 8 bytes a parameter and step in bf16."""
     size = {"fp32": 4, "bf16": 2}[precision]
-    cases = [replace(case, microbatches=m, batch=32, precision=precision) for m in (2, 8)]
+    cases = [replace(case, microbatches=m, batch=16, precision=precision) for m in (2, 4)]
     for (few, numel), (many, _) in run_locally(second_steps, case.world_size, cases):
         assert few == many
         assert few.keys() == set(MOVES)
@@ -59,8 +59,8 @@ def test_bytes_of_a_step_do_not_grow_with_microbatches(case, precision):
 
 
 def test_each_microbatch_gathers_twice_if_weights_are_not_kept():
-    case = replace(GPIPE, weights="per_microbatch")
-    for ((moved, numel),) in run_locally(second_steps, 4, [case]):
+    case = replace(GPIPE, mesh=(1, 2, 1), batch=8, weights="per_microbatch")
+    for ((moved, numel),) in run_locally(second_steps, 2, [case]):
         assert moved["all_gather"] > 7 * 4 * numel  # four microbatches, forward and backward
 
 
@@ -118,7 +118,13 @@ def numbers(rank, cases):
 
 def test_results_equal_those_of_gathering_each_time():
     """To the bit on one mesh: what is gathered is the same, and gradients add up alike."""
-    one = Case(mesh=(1, 2, 1), schedule="breadth_first", stages_per_rank=3, microbatches=2)
+    one = Case(
+        mesh=(1, 2, 1),
+        schedule="breadth_first",
+        stages_per_rank=3,
+        microbatches=2,
+        model={"num_hidden_layers": 1},
+    )
     cases = [replace(one, weights=w) for w in ("per_microbatch", "per_pass", "per_step")]
     for (losses, norms, weights), *others in run_locally(numbers, 2, cases):
         for their_losses, their_norms, theirs in others:

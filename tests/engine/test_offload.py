@@ -136,7 +136,8 @@ def train_first_of_two(rank, case, reference, in_one_folder):
 
 @on_nvme
 def test_two_engines_do_not_share_files(tmp_path):
-    case = small("param-nvme", tmp_path, mesh=(1, 2, 1))
+    model = {"num_hidden_layers": 1}
+    case = small("param-nvme", tmp_path, mesh=(1, 2, 1), model=model)
     results = run_locally(train_first_of_two, 2, case, case.reference, False)
     assert errors_of(case.config, results).within(1e-5)
     with pytest.raises(RankFailed):  # the second one's start removes the first one's files

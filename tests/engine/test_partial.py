@@ -103,8 +103,8 @@ def plain_training(dp):
     [
         (0, "per_step"),
         (1, "per_microbatch"),
-        (3, "per_step"),
         (3, "per_microbatch"),
+        pytest.param(3, "per_step", marks=pytest.mark.slow),
         pytest.param(0, "per_microbatch", marks=pytest.mark.slow),
         pytest.param(1, "per_step", marks=pytest.mark.slow),
     ],

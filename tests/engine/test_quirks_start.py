@@ -66,8 +66,12 @@ def operators_built(rank, skip):
     return built
 
 
-def test_shared_memory_operator_is_compiled_without_the_skip():
+def test_shared_memory_operator_is_not_compiled():
     assert run_locally(operators_built, 1, True) == [[]]
+
+
+@unpatched
+def test_shared_memory_operator_is_compiled_without_the_skip():
     assert run_locally(operators_built, 1, False) == [["shm"]]
 
 
@@ -82,8 +86,12 @@ def is_muon_compiled(rank, skip):
     return hasattr(muon.muon_update, "_torchdynamo_orig_callable")
 
 
-def test_muon_of_deepspeed_is_compiled_without_the_skip():
+def test_muon_of_deepspeed_is_not_compiled():
     assert run_locally(is_muon_compiled, 1, True) == [False]
+
+
+@unpatched
+def test_muon_of_deepspeed_is_compiled_without_the_skip():
     assert run_locally(is_muon_compiled, 1, False) == [True]
 
 

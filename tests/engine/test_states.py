@@ -90,7 +90,9 @@ def pieces(rank, case):
         replace(TWO, zero_stage=0),
         pytest.param(replace(TWO, zero_stage=1), marks=pytest.mark.slow),
         replace(TWO, zero_stage=2, offload="cpu"),
-        replace(TWO, mesh=(1, 2, 2)),
+        TWO,
+        # Parts of tp ranks by default: tests/checkpoint/test_resharding.py.
+        pytest.param(replace(TWO, mesh=(1, 2, 2)), marks=pytest.mark.slow),
         pytest.param(replace(TWO, mesh=(2, 1, 1)), marks=pytest.mark.slow),
         # What is read of NVMe starts the next run bit for bit: below.
         pytest.param(replace(TWO, offload="nvme+param-nvme"), marks=pytest.mark.slow),
@@ -150,8 +152,9 @@ def unbroken(name):
         return run_unbroken(replace(EXACT[name], folder=folder))
 
 
-# One of each stage, offload and precision that keeps its state in a way of its own.
-OWN_WAYS = ["zero1", "zero3", "zero3+cpu+param-cpu", "zero3+nvme+param-nvme", "zero3 fp16"]
+# One of each stage, offload and precision that keeps its state in a way of its own. On the host:
+# test_trained_engine_can_be_reset, and tests/checkpoint/test_resharding.py.
+OWN_WAYS = ["zero1", "zero3", "zero3+nvme+param-nvme", "zero3 fp16"]
 
 
 @pytest.mark.parametrize(

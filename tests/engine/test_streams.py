@@ -140,8 +140,11 @@ def gathers_on_rank(rank, case):
     return events
 
 
+ONE_MICROBATCH = Case(mesh=(1, 2, 1), batch=2, microbatches=1, steps=2)
+
+
 def test_gathers_wait_for_the_update():
-    events = run_locally(gathers_on_rank, 2, Case(mesh=(1, 2, 1), batch=8, steps=2))[0]
+    events = run_locally(gathers_on_rank, 2, ONE_MICROBATCH)[0]
     after = events[events.index("update") + 1 :]
     assert "gather" in after
     assert "wait" in after[: after.index("gather")]

@@ -109,7 +109,9 @@ def alternate(mesh, reduction, order):
     return peaks[-1].gathered_elements, peaks[-1].gathered_bytes // 4, norms
 
 
-@pytest.mark.parametrize("reduction", ["per_step", "per_microbatch"])
+@pytest.mark.parametrize(
+    "reduction", ["per_step", pytest.param("per_microbatch", marks=pytest.mark.slow)]
+)
 def test_stages_of_one_engine_take_turns(reduction):
     layer = HIDDEN * HIDDEN + HIDDEN
     all_norms = []

@@ -14,7 +14,7 @@ from tests.engine.storage_bytes import memory_bytes
 
 pytestmark = pytest.mark.gloo
 
-SMALL = {"batch": 8}
+SMALL = {"batch": 8, "microbatches": 2}
 
 
 @contextmanager
@@ -64,7 +64,8 @@ def held_at(stage, reduction="auto"):
         zero_stage=stage,
         reduction=reduction,
         steps=1,
-        batch=16,
+        batch=8,
+        microbatches=2,
         model={"num_hidden_layers": 6},
         changes={"zero_optimization.reduce_bucket_size": 2**12},
     )
