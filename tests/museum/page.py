@@ -25,7 +25,8 @@ calls the library. `--json` prints `{"passed", "kinds": {kind: {"seen", "total"}
 with `{"name", "seen", "by", "relative_size", "seconds", "curve_shows"}` for each exhibit.
 
 `pytest tests/museum` plants one exhibit for each comparison, the one that it saw in the shortest
-time; `pytest -m slow tests/museum` plants the others and looks for false alarms.
+time, and in a resumed run only if no unbroken one shows it any; `pytest -m slow tests/museum`
+plants the others and looks for false alarms.
 
 """
 _HOW = """

@@ -36,15 +36,22 @@ SMALL_MESHES = [MeshSizes(), MeshSizes(pp=2)]
 MOST_SECONDS = 20  # longer ones are slow tests: rotary positions are seen in long samples alone
 
 
+def when(record):
+    """Its turn: what an unbroken run sees is first, and what is seen soon."""
+    return record["by"].startswith("resume: "), record["seconds"]
+
+
 def one_for_each_comparison():
     """The name of the exhibit that each comparison saw in the shortest time.
 
-    Ordered by hall, whose reference is trained once.
+    It is one of a resumed run only where an unbroken run shows the comparison none. Ordered by
+    hall, whose reference is trained once.
     """
     quickest = {}
-    for record in sorted(MEASURED.values(), key=lambda record: record["seconds"]):
+    for record in sorted(MEASURED.values(), key=when):
         if record["seconds"] <= MOST_SECONDS:
-            quickest.setdefault(record["by"], record)
+            comparison = record["by"].removeprefix("resume: ")
+            quickest.setdefault(comparison, record)
     by_hall = sorted(quickest.values(), key=lambda record: record["hall"])
     return [record["name"] for record in by_hall]
 
