@@ -3,12 +3,16 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+
+from parallel3d.config import RunConfig
+from parallel3d.data.prepare import prepare
 
 pytestmark = pytest.mark.gloo
 
@@ -45,6 +49,27 @@ def some_files(tmp_path):
     return tmp_path / "lib"
 
 
+def prepare_here(home, library, monkeypatch):
+    """Prepare the default corpus in this process; return its summary, and the calls of a network.
+
+    This saves the seconds in which the libraries are loaded.
+    """
+    calls = []
+
+    def no_network(*args, **kwargs):
+        calls.append(str(args))
+        raise OSError("no network in this test")
+
+    with monkeypatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        patch.delenv("XDG_CACHE_HOME", raising=False)
+        patch.setattr(socket.socket, "connect", no_network)
+        patch.setattr(socket, "getaddrinfo", no_network)
+        patch.setattr(sysconfig, "get_path", lambda name: str(library))
+        settings = RunConfig.from_json("ds.json", ["--data.vocab_size", "4096"]).data
+        return {**prepare(settings).summary(), "calls": calls}
+
+
 def prepare_default(home, *library):
     environment = {"HOME": str(home), "PATH": os.environ["PATH"]}
     command = [sys.executable, "-c", SCRIPT, *map(str, library)]
@@ -54,18 +79,20 @@ def prepare_default(home, *library):
 
 @pytest.mark.slow
 def test_default_corpus_is_prepared_and_then_cached(tmp_path):
-    cold = check_cold_and_cached(tmp_path)
+    cold = prepare_default(tmp_path)
+    check_cold_and_cached(cold, tmp_path)
     assert cold["num_tokens"] > 1_000_000
     assert 5.5 < cold["unigram_entropy"] < 7.5
 
 
-def test_part_of_the_default_corpus_is_prepared_and_then_cached(tmp_path, some_files):
-    assert check_cold_and_cached(tmp_path, some_files)["num_documents"] == 15
+def test_part_of_the_default_corpus_is_prepared_and_then_cached(tmp_path, some_files, monkeypatch):
+    cold = prepare_here(tmp_path, some_files, monkeypatch)
+    check_cold_and_cached(cold, tmp_path, some_files)
+    assert cold["num_documents"] == 15
 
 
-def check_cold_and_cached(tmp_path, *library):
-    """Prepare the default corpus twice; return the first summary."""
-    cold = prepare_default(tmp_path, *library)
+def check_cold_and_cached(cold, tmp_path, *library):
+    """Check the summary of the first preparation of the default corpus, and prepare it again."""
     assert cold["calls"] == [] and cold["vocab_size"] == 4096
     assert cold["directory"].startswith(str(tmp_path / ".cache/parallel3d/corpora"))
     # Nothing of ours, or of the libraries', lies anywhere else.
@@ -74,4 +101,3 @@ def check_cold_and_cached(tmp_path, *library):
     assert cached["heavy"] == [] and cached["cpu_seconds"] < 1.0
     for key in cold.keys() - {"heavy", "cpu_seconds"}:
         assert cached[key] == cold[key], key
-    return cold

@@ -17,7 +17,7 @@ from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig
 from parallel3d.data import streams
 from parallel3d.data.batches import Batches
-from parallel3d.data.cache import digest_of, locked
+from parallel3d.data.cache import locked
 from parallel3d.data.prepare import prepare, prepare_manifests
 from parallel3d.data.sharded import Shard, ShardCache
 from tests.data.ids import writers
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gloo
 
 LENGTH = 16
 SHARDS = 8
-EPOCHS = 3
+EPOCHS = 2
 SEED = 3
 IDS = {"tokenizer": "none", "vocab_size": writers.SIZE, "end_of_text_id": writers.END}
 
@@ -305,17 +305,16 @@ def test_lost_shard_is_skipped_alike_on_every_mesh(shards, tmp_path, capfd):
         whole = streamed(settings.model_copy(update={"cache": str(tmp_path / "clean")}), 40)
         lost = np.load(shards / "04.npy").astype(np.int64).tobytes()
         (shards / "04.npy").unlink()
-        digests = set()
-        for layout in ((40, 1), (28, 4)):
-            cache = {"cache": str(tmp_path / digest_of(layout))}
-            digests.add(digest(streamed(settings.model_copy(update=cache), *layout)))
-        assert len(digests) == 1
-        read = streamed(settings, 40)
-    assert capfd.readouterr().err.count("skipped shard 1 of this node") == 3
+        read, on_four = (
+            streamed(settings.model_copy(update={"cache": str(tmp_path / name)}), *layout)
+            for name, layout in (("one", (40, 1)), ("four", (28, 4)))
+        )
+        assert digest(read) == digest(on_four)
+    assert capfd.readouterr().err.count("skipped shard 1 of this node") == 2
     differs = (read != whole).any(axis=1)
     was_lost = np.array([window.tobytes() in lost for window in whole])
     # Every other sample is at its place. One an epoch begins in the lost shard and ends after it.
-    assert differs[was_lost].all() and was_lost.sum() > 50
+    assert differs[was_lost].all() and was_lost.sum() > 30
     assert differs.sum() <= was_lost.sum() + EPOCHS
     assert not any(window.tobytes() in lost for window in read)
 
