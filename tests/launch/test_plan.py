@@ -73,7 +73,8 @@ def test_table_and_json_agree():
         assert row["pp"] * row["dp"] * row["tp"] == 8
         assert row["micro_batch"] * row["num_microbatches"] * row["dp"] == 1024
         assert (row["reason"] == "") == row["fits"]
-    # The table is on standard error, and says the same.
+    # The table is on standard error, in plain text where that is no terminal, and says the same.
+    assert "\x1b" not in done.stderr and max(map(len, done.stderr.splitlines())) < 160
     for number, row in enumerate(fitting, 1):
         mesh = f"{row['pp']}×{row['dp']}×{row['tp']}"
         line = next(line for line in done.stderr.splitlines() if line.split()[:1] == [str(number)])
@@ -89,22 +90,21 @@ def test_table_and_json_agree():
         assert float(cells[heads.index("comp.")]) == pytest.approx(row["time"]["compute"], rel=0.01)
 
 
-def test_piped_output_is_plain_text():
-    done = plan(*ON_A_NODE, "--rows", 3, "--fix", "zero_stage=3", "recompute=full")
-    assert done.returncode == DONE, done.stderr
-    assert done.stderr == "" and "\x1b" not in done.stdout
-    assert max(map(len, done.stdout.splitlines())) < 160
-    assert "gpt of 1.56B parameters in bf16 on 8 x A100-SXM4-80GB" in done.stdout
-    assert "fixed: zero_stage = 3, recompute = full" in done.stdout
-    assert done.stdout.count(" full ") >= 3
-    assert "weights" in done.stdout and done.stdout.count(" step ") >= 3
-
-
 @pytest.fixture
 def planned(called, monkeypatch):
     """Call `plan` in this process."""
     monkeypatch.setenv("COLUMNS", "160")
     return partial(called, plan_command.main, "plan.py")
+
+
+def test_fixed_choices_are_in_every_row(planned):
+    fixed = ("--fix", "zero_stage=3", "recompute=full", "pp=1")
+    code, out, err = planned(*ON_A_NODE, "--rows", 3, *fixed)
+    assert (code, err) == (DONE, "")
+    assert "gpt of 1.56B parameters in bf16 on 8 x A100-SXM4-80GB" in out
+    assert "fixed: zero_stage = 3, recompute = full, pp = 1" in out
+    assert out.count(" full ") >= 3
+    assert "weights" in out and out.count(" step ") >= 3
 
 
 def test_explain_shows_a_row_in_detail(tmp_path, planned):
@@ -215,19 +215,12 @@ def test_dry_run_under_a_launcher_prints_once(tmp_path):
     assert dry.stderr.count("dry run: nothing was trained") == 1
 
 
-def test_dry_run_on_an_unknown_machine(tmp_path):
+def test_dry_run_on_an_unknown_machine(tmp_path, monkeypatch, capsys):
     """The default config on any machine: memory and checkpoint at least, and no corpus."""
-    train = str(Path(PLAN).parent / "train.py")
-    done = subprocess.run(
-        [*PYTHON, train, "--config", "ds.json", "--dry-run", "--json"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == DONE, done.stderr
-    report = json.loads(done.stdout)
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig.from_json("ds.json", [])
+    assert dry_run(config, Launch(rank=0, local_rank=0, world_size=1), devices=0, as_json=True) == 0
+    report = json.loads(capsys.readouterr().out)
     assert report["plan"]["memory_bytes"]["total"] > 12 * 1_000_000 / 2
     # 4 blocks of 12 h^2 + 13 h, the table of tokens, that of positions, the last norm.
     h = 128
