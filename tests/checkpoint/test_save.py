@@ -75,7 +75,7 @@ def save_both_ways(rank, sides, root):
 
 @pytest.mark.usefixtures("cpu_adam", "operators")
 @pytest.mark.parametrize(
-    "sides", [SIDES[::2], pytest.param(SIDES[1::2], marks=pytest.mark.slow)], ids=["few", "offload"]
+    "sides", [SIDES[:1], pytest.param(SIDES[1:], marks=pytest.mark.slow)], ids=["one", "others"]
 )
 def test_asynchronous_checkpoint_equals_synchronous_one(sides, tmp_path):
     """Byte for byte, although training went on; and each element is in it once."""
