@@ -22,7 +22,7 @@ CASES = [
     for settings in (
         {"schedule": "one_f_one_b", "zero_stage": 1, "reduction": "per_microbatch"},
         {"schedule": "zero_bubble", "weights": "per_pass"},
-        {"schedule": "interleaved", "stages_per_rank": 2, "checkpointing": "full"},
+        {"schedule": "interleaved", "stages_per_rank": 2, "zero_stage": 1, "checkpointing": "full"},
     )
 ]
 

@@ -70,6 +70,7 @@ TOP_FIRST = {
     "moe_intermediate_size": 20,
     "decoder_sparse_step": 2,
 }
+SPLIT = {"sequence_parallel": True, "checkpointing": "full"}
 
 
 def case_of(mesh, schedule="gpipe", model=SOFTMAX, **settings):
@@ -225,7 +226,7 @@ def test_on_two_ranks(folder):
         [
             case_of((2, 1, 1), "zero_bubble", weights="per_pass", checkpointing="full"),
             case_of((1, 2, 1), model=TOP_FIRST, weights="per_step", reduction="per_step"),
-            case_of((1, 1, 2), model=POOLED, sequence_parallel=True, checkpointing="full"),
+            case_of((1, 1, 2), model=POOLED, zero_stage=1, batch=4, **SPLIT),
         ],
         folder,
     )
@@ -235,7 +236,8 @@ def test_on_two_ranks(folder):
 def test_sigmoid_routing_on_two_ranks(folder):
     check(
         [
-            case_of((1, 1, 2), model=SIGMOID, sequence_parallel=True, checkpointing="full"),
+            case_of((1, 1, 2), model=SIGMOID, **SPLIT),
+            case_of((1, 1, 2), model=POOLED, **SPLIT),
             case_of((2, 1, 1), "zero_bubble", model=SIGMOID, zero_stage=1),
         ],
         folder,
@@ -297,8 +299,8 @@ def test_experts_with_cp(folder):
     """
     check(
         [
-            case_of((1, 1, 2, 2), zero_stage=1, sequence_parallel=True, checkpointing="full"),
-            case_of((1, 2, 2, 1), model=SIGMOID, zero_stage=3, ep=2),
+            case_of((1, 1, 2, 2), zero_stage=1, batch=4, **SPLIT),
+            case_of((1, 2, 2, 1), model=SIGMOID, zero_stage=1, ep=2, batch=4),
         ],
         folder,
     )
@@ -330,9 +332,10 @@ def skip_on_rank(rank, cases):
 
 def test_skipped_step_moves_no_bias():
     """Neither a refused step nor one that overflows, nor do their tokens count in the next one."""
-    refused = case_of((1, 1, 1), model=SIGMOID, zero_stage=1)
+    refused = case_of((1, 1, 1), model=SIGMOID, zero_stage=1, batch=4)
     scale = {"fp16.initial_scale_power": 10}
-    overflowing = case_of((1, 1, 1), model=SIGMOID, zero_stage=3, precision="fp16", changes=scale)
+    fp16 = {"precision": "fp16", "changes": scale}
+    overflowing = case_of((1, 1, 1), model=SIGMOID, zero_stage=3, batch=4, **fp16)
     (results,) = run_locally(skip_on_rank, 1, [refused, overflowing])
     for skipped, after_skip, after_step, counts in results:
         assert not skipped.applied

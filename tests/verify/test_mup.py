@@ -71,8 +71,8 @@ def plain(tmp_path_factory):
 # Four stages: the first has no hidden weight, the last has the output alone.
 FEW = {
     "gpt": dict(mesh=(4, 1, 1), zero=1, mup=DEPTH),
-    "llama": dict(mesh=(1, 1, 4), zero=3, mup=MUP),
-    "moe": dict(mesh=(1, 1, 2), zero=3, mup=MUP),
+    "llama": dict(mesh=(1, 1, 2), zero=3, mup=MUP),
+    "moe": dict(mesh=(1, 1, 2), zero=1, mup=MUP),
 }
 
 
