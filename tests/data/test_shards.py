@@ -129,6 +129,7 @@ def prepare_counting(settings):
     return seen
 
 
+@pytest.mark.slow  # by default a killed worker, Ctrl-C, and tests/data/test_corpus.py after kill -9
 def test_after_kill_9_only_missing_documents_are_tokenised(rows, tmp_path, monkeypatch):
     """And the corpus is that of one process and one shard."""
     with start(replace(rows, workers=2)) as process:

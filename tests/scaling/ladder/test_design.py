@@ -152,6 +152,7 @@ def test_hours_on_known_hardware_set_the_budgets(plan, tmp_path):
         assert model.num_attention_heads == 4 * model.num_key_value_heads
 
 
+@pytest.mark.slow  # by default ten ladders are simulated in the test of the rules
 def test_simulated_interval_holds_and_grows_with_noise(plan, tmp_path, monkeypatch):
     out = tmp_path / "mine.json"
     plan("--design", "--base", base(tmp_path), "--flops", 1e15, "--out", out)
