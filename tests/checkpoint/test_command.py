@@ -102,7 +102,8 @@ def test_inspect_shows_a_config_to_train_with(run, run_folder):
 
 def test_inspect_shows_state_with_unexpected_values(run, tmp_path):
     folder = make_checkpoint(tmp_path)
-    state = {"format": 1, "step": 10, "parameters": {}, "mesh": [1], "config": {"parallel3d": 3}}
+    state = {"format": 1, "step": 10, "mesh": [1], "config": {"parallel3d": 3}}
+    state["parameters"] = {"w": {"shape": [2]}}
     (folder / "state.json").write_text(json.dumps(state))
     seal(folder, 10)
     code, out, _ = run("inspect", folder)

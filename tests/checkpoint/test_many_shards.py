@@ -26,11 +26,12 @@ from parallel3d.tensor.cut import even_split
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case
 from tests.checkpoint.folders import KINDS, seal, state_of, write_tensors
-from tests.checkpoint.resharding import STEPS, Side, Trained, differences
+from tests.checkpoint.resharding import MODELS, STEPS, Side, Trained, differences
 from tests.checkpoint.test_index import Rank
 
 pytestmark = pytest.mark.gloo
-SHAPES = {name: spec.shape for name, spec in named_params(layers(Case().config.model)).items()}
+MODEL = layers(Case(model=MODELS["gpt"]).config.model)
+SHAPES = {name: spec.shape for name, spec in named_params(MODEL).items()}
 
 
 @cache
