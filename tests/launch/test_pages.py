@@ -42,7 +42,8 @@ def test_settings_of_a_command_make_a_config(command):
     _, words = script_of(command)
     words = [word for word in words if word != "--dry-run"]
     assert words[0] == "--config"
-    config = RunConfig.from_json(words[1].replace("mine.json", "ds.json"), words[2:])
+    file = "ds.json" if words[1] in ("mine.json", "runs/first/config.json") else words[1]
+    config = RunConfig.from_json(file, words[2:])
     config = config.resolve(ranks_of(command))
     assert config.mesh.pp * config.mesh.dp * config.mesh.tp == ranks_of(command)
 

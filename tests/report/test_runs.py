@@ -278,4 +278,4 @@ def test_measured_parts_stand_beside_the_plan_with_the_largest_excess(tmp_path, 
     code, _ = command(folder, "--hardware", "h100")
     page = unescape((folder / "report.html").read_text())
     assert code == DONE and rows_of(page)["· data"] == ["0.75", "0"]
-    assert "largest excess: data, 0.750 s; setting to change: parallel3d.data.read_ahead" in page
+    assert "largest excess: data, 0.750 s; setting to change: parallel3d.data.cache" in page
