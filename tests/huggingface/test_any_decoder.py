@@ -65,7 +65,7 @@ def test_packed_experts_are_read(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*DEFAULT, "gpt2", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("kind", [*DEFAULT, "gpt2", "gpt_oss", "llama4_text", "mixtral"])
 def test_export_is_loaded_by_transformers(kind, tmp_path):
     """Each weight is in its place, logits are those of a model with them, and it generates."""
     config = Config(family="transformers", config=small_config(kind), vocab_size=VOCAB)

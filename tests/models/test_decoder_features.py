@@ -67,6 +67,17 @@ OTHERS = [
     ("gpt2", {"mesh": (1, 2, 2), "changes": MUON}),
     ("gpt2", {"mesh": (2, 1, 2), "sequence_parallel": True, "checkpointing": "full"}),
     ("gpt_oss", {"mesh": (2, 2, 1), "changes": MUON, "own": NARROW}),
+    ("llama4_text", {"mesh": (1, 2, 2), "changes": MUON}),
+    (
+        "llama4_text",
+        {
+            "mesh": (2, 1, 2),
+            "checkpointing": "full",
+            "precision": "bf16",
+            "sequence_parallel": True,
+            "own": NARROW,
+        },
+    ),
 ]
 PIPELINE = MeshSizes(pp=2, tp=2)
 REPLICAS = MeshSizes(dp=2, tp=2)

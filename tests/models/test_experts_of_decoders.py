@@ -124,6 +124,8 @@ DIVIDED = [
     ("mixtral", {"mesh": (2, 2, 1), "changes": EP, "schedule": "zero_bubble"}),
     ("qwen2_moe", {"mesh": (1, 2, 2), "changes": EP, "checkpointing": "full", "offload": "cpu"}),
     ("olmoe", {"mesh": (1, 4, 1), "changes": EP, "checkpointing": ["core_attn"]}),
+    ("llama4_text", {"mesh": (1, 2, 2), "sequence_parallel": True, "changes": EP}),
+    ("llama4_text", {"mesh": (2, 2, 1), "changes": EP, "precision": "bf16", "own": NARROW}),
 ]
 
 

@@ -25,6 +25,17 @@ YARN_OF_DEEPSEEK = {
     "mscale_all_dim": 0.707,
     "original_max_position_embeddings": 16,
 }
+YARN_OF_MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 4,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 6.0}
+THREE_TO_ONE = ["sliding_attention"] * 3 + ["full_attention"]
 BIASES = {"attention_bias": True, "mlp_bias": True}
 GROUPS = {"n_group": 2, "topk_group": 1, "n_routed_experts": 8, "num_experts_per_tok": 2}
 ROTATION = [
@@ -74,10 +85,67 @@ OTHERS = [
 ]
 
 
+PAIR = (1, 1, 2)
+OF_LAYERS = [
+    ("gemma3_text", {"torch_dtype": "bfloat16", "tie_word_embeddings": False}),
+    ("gemma3_text", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    ("mixtral", {"sliding_window": 5, "head_dim": None}),
+    ("olmo2", {"head_dim": None, "attention_bias": True, "tie_word_embeddings": True}),
+    ("deepseek_v3", {"first_k_dense_replace": 3, "v_head_dim": 16, "rope_interleave": False}),
+    ("qwen2_moe", {"mlp_only_layers": [3], "decoder_sparse_step": 2, "norm_topk_prob": False}),
+    ("qwen3_moe", {"sliding_window": 4, "max_window_layers": 2, "num_experts_per_tok": 3}),
+    ("olmoe", {"clip_qkv": 0.05, "norm_topk_prob": True}),
+    ("granitemoehybrid", {"position_embedding_type": "nope", "num_local_experts": 0}),
+    ("granitemoeshared", {"shared_intermediate_size": 0}),
+    ("falcon", {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
+    ("glm4_moe", {"first_k_dense_replace": 0, "use_qk_norm": False, "head_dim": 12}),
+    ("ernie4_5_moe", {"moe_layer_start_index": 1, "moe_layer_end_index": 2, "use_bias": True}),
+    ("hunyuan_v1_moe", {"moe_topk": [2] * 4, "moe_intermediate_size": [64] * 4}),
+    ("mimo_v2_flash", {"swa_num_attention_heads": 4, "sliding_window_size": 4}),
+    ("dots1", {"sliding_window": 5, "max_window_layers": 2, "n_shared_experts": 2}),
+    ("solar_open", {"first_k_dense_replace": 2, "head_dim": 12, "n_shared_experts": 2}),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": [1, 3], "block_auto_adjust_ff_dim": True}),
+    ("mamba", {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3}),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 3}),
+]
+OF_FILES = [
+    ("opt", {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
+    ("gpt_neo", {"attention_types": [[["local"], 2], [["global", "local"], 1]]}),
+    ("gpt_neox", {"rotary_pct": 0.25, "rotary_emb_base": 10000, "attention_bias": False}),
+    ("bloom", {"n_embed": 32, "offset_alibi": 100, "pretraining_tp": 4}),
+    ("mpt", {"attn_config": {"alibi": True, "clip_qkv": 0.05}, "no_bias": True}),
+    ("phi", {"qk_layernorm": True, "num_key_value_heads": 4}),
+    ("persimmon", {"qk_layernorm": False, "hidden_act": "relu2"}),
+    ("biogpt", {"scale_embedding": False, "tie_word_embeddings": False}),
+    ("internlm3", {"bias": True, "qkv_bias": True, "rope_scaling": DYNAMIC, "head_dim": 12}),
+    ("qwen3", {"head_dim": 12, "num_key_value_heads": 1, "rope_scaling": YARN}),
+    ("ministral3", {"rope_parameters": YARN_OF_MINISTRAL}),
+    (
+        "olmo3",
+        {"rope_scaling": YARN, "layer_types": THREE_TO_ONE},
+    ),
+    ("gpt_oss", {"rope_scaling": YARN | {"truncate": False}, "initializer_range": 0.15}),
+    ("apertus", {"rope_scaling": LLAMA3, "attention_bias": True}),
+    ("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "head_dim": 16}),
+    ("starcoder2", {"sliding_window": 5, "tie_word_embeddings": False}),
+    ("cohere", {"use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": False}),
+]
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("settings", [ROTATION, ATTENTION, OTHERS])
-def test_settings_are_equal_to_one_process(settings):
-    cases = [switched(kind, own, mesh=MESH) for kind, own in settings]
+@pytest.mark.parametrize(
+    ("settings", "mesh"),
+    [
+        (ROTATION, MESH),
+        (ATTENTION, MESH),
+        (OTHERS, MESH),
+        (OF_LAYERS, PAIR),
+        (OF_FILES, PAIR),
+    ],
+)
+def test_settings_are_equal_to_one_process(settings, mesh):
+    cases = [switched(kind, own, mesh=mesh) for kind, own in settings]
     measured = errors_on_ranks(cases)
     for (kind, own), errors in zip(settings, measured, strict=True):
         print(kind, own, errors)
