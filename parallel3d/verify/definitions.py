@@ -286,7 +286,9 @@ def matrices_of(
             if layer in ("k_proj", "v_proj"):
                 num_matrices = getattr(config.model, "num_key_value_heads", None) or heads
             count *= num_matrices
-        is_turned = type(owner).__name__ == "Conv1D" or getattr(owner, "is_transposed", False)
+        # Without an attribute that says so, both of these have weights of [in, out].
+        is_known = type(owner).__name__ in ("Conv1D", "Llama4TextExperts")
+        is_turned = is_known or getattr(owner, "is_transposed", False)
         by_head = layer == "query_key_value" and count == 3
         functions[name] = partial(_views, is_turned, heads if by_head else 0, count)
     return functions
