@@ -13,6 +13,7 @@ from tests.remedies import refused
 pytestmark = pytest.mark.gloo
 
 
+@pytest.mark.slow  # two fits of a machine's curves
 def test_folder_of_the_users_own_files_is_moved(tmp_path, monkeypatch):
     plant(monkeypatch)
     (tmp_path / "file").touch()
@@ -24,6 +25,7 @@ def test_folder_of_the_users_own_files_is_moved(tmp_path, monkeypatch):
     assert (tmp_path / "other/parallel3d/hardware/this-machine.json").exists()
 
 
+@pytest.mark.slow  # a fit of a machine's curves
 def test_disturbed_measurement_is_tried_again(tmp_path, monkeypatch):
     plant(monkeypatch)
     path = tmp_path / "machine.json"
