@@ -413,6 +413,13 @@ def test_deepspeed_file_of_a_trainer_is_completed(tmp_path):
     assert config["zero_optimization"] == {"stage": 3} and config["bf16"] == {"enabled": True}
 
 
+def test_arguments_without_a_model_are_told_which_one_is_missing(tmp_path):
+    (tmp_path / "a.json").write_text('{"max_steps": 3, "per_device_train_batch_size": 4}')
+    _, rows = convert([str(tmp_path / "a.json")])
+    (refused,) = [row for row in rows if row.verdict == "REFUSED"]
+    assert refused.setting == "the model" and "add model_name_or_path" in refused.why
+
+
 def test_yaml_as_config_is_sent_to_the_converter(tmp_path):
     (tmp_path / "a.yaml").write_text("max_steps: 3\n")
     with pytest.raises(ConfigError, match=r"convert config .*a\.yaml --out ds\.json"):

@@ -262,6 +262,10 @@ def _add_model(values: dict[str, Any], _: str) -> Iterator[Row]:
         return
     parts: Any = tuple(values.get(name) for name in ("@norm", "@position", "@mlp", "@bias"))
     family = values.get("@family", _FAMILIES.get(parts))
+    if family is None and not any(parts):
+        why = "the file names none; add model_name_or_path, a folder or a name on the hub"
+        yield Row("REFUSED", "the model", None, why=why)
+        return
     if family is None:
         yield Row("REFUSED", "the architecture", parts, why="no family has all of it")
         return
