@@ -12,8 +12,8 @@ from tests.cases import Case, Trainer
 
 pytestmark = pytest.mark.gloo
 
-LAYERS = 2
-SMALL = {"steps": 2, "microbatches": 2, "batch": 8, "model": {"num_hidden_layers": LAYERS}}
+LAYERS = 4
+SMALL = {"steps": 2, "microbatches": 3, "batch": 12, "model": {"num_hidden_layers": LAYERS}}
 OVERLAP = "zero_optimization.overlap_comm"
 BUCKET = {"zero_optimization.reduce_bucket_size": 2000}  # less than a block
 CASES = {
@@ -68,10 +68,6 @@ def trained_on_rank(rank, case):
     return losses, norms, weights, events
 
 
-def train_each_on_rank(rank, cases):
-    return [trained_on_rank(rank, case) for case in cases]
-
-
 def inside(events, kind):
     """The index of the backward (0, 1, ...) within which each event of a kind came; else None."""
     reductions = []
@@ -92,8 +88,10 @@ def check(case):
     changed = {
         on: replace(case, changes=case.changes | BUCKET | {OVERLAP: on}) for on in (True, False)
     }
-    cases = [*changed.values()]
-    ranks = run_locally(train_each_on_rank, case.world_size, cases, timeout=100)
+    ranks = zip(
+        *(run_locally(trained_on_rank, c.world_size, c, timeout=100) for c in changed.values()),
+        strict=True,
+    )
     for (losses, norms, weights, under), (*plain, after) in ranks:
         assert (losses, norms) == tuple(plain[:2])
         assert all((weights[name] == value).all() for name, value in plain[2].items())
