@@ -127,7 +127,9 @@ def test_run_survives_a_kill_at_a_write_that_ends_it(make_drill):
     drill = make_drill("asynchronous")
     # Rank 0 does not talk to rank 2: it hears of its death when ranks 1 and 3 end of it.
     written = [point for point in drill.points(LAST) if "write" in point.name and point.rank == 2]
+    resumes = drill.done["resumes"]
     drill.kill(random.Random(4).choice(written))
+    assert drill.done["resumes"] == resumes + 1
 
 
 @pytest.mark.slow

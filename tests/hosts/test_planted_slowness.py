@@ -20,7 +20,7 @@ from parallel3d.data.prepare import prepare
 from parallel3d.pipeline.executor import Executor
 from parallel3d.plan.report.plan_rows import compare_run
 from parallel3d.train.feed import Feed
-from tests.config.styles import WORDS, filled
+from tests.config.styles import WORDS, corpus_in, filled
 from tests.hosts.launches import forked
 from tests.launch.launching import TRAIN, environment
 from tests.train.running import folder_of, start
@@ -50,16 +50,11 @@ def machine(tmp_path_factory):
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     root = tmp_path_factory.mktemp("corpus")
+    data = corpus_in(root)
     for number in range(40):
         words = [WORDS[(number + place * place) % len(WORDS)] for place in range(4000)]
         (root / f"{number}.txt").write_text(" ".join(words))
-    return {
-        "source": "text",
-        "paths": [f"{root}/*.txt"],
-        "vocab_size": 280,
-        "held_out_fraction": 0.1,
-        "cache": str(root / "cache"),
-    }
+    return data
 
 
 def config(corpus, name, micro=8, accumulation=1, width=WIDTH, seq=128):
