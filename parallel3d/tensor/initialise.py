@@ -84,9 +84,11 @@ def _band(
     right = min(columns, -(-c1 // wide) * wide)
     band = torch.empty(bottom - top, right - left)  # whole tiles: slicing each would take longer
     generator = torch.Generator()
+    tile = torch.empty(bottom - top, wide)  # contiguous, as draws of other layouts differ
     for j, place_of_tile in enumerate(band.split(wide, dim=1), c0 // wide):
         generator.manual_seed(seed_of(f"{place}/{i}/{j}"))
-        tile = torch.empty(place_of_tile.shape)
+        if place_of_tile.shape != tile.shape:
+            tile = torch.empty(place_of_tile.shape)
         _draw(tile, init, generator)
         place_of_tile.copy_(tile)
     return band[r0 - top : r1 - top, c0 - left : c1 - left]
