@@ -37,6 +37,7 @@ from parallel3d.config import hardware
 from parallel3d.config.data import DataConfig
 from parallel3d.config.folders import ModelFolders, OptimizerFolders, ScheduleFolders
 from parallel3d.config.monitors import Trackers
+from parallel3d.config.published import Published
 from parallel3d.model import recompute
 from parallel3d.model.recompute import Recompute
 from parallel3d.schedule import schedules
@@ -434,15 +435,6 @@ class CheckpointConfig(Section):
     """Where to start: "auto" at the run's newest checkpoint that all ranks can verify, if there is
     one; "none" at step 0, in a new folder; or at a step of this run, or the path of a checkpoint.
     """
-
-
-class Published(Section):
-    """Settings of a published model's folder that training leaves as they are."""
-
-    config: dict[str, Any]
-    """The fields of its config.json that do not affect training: special ids and the like."""
-    generation: dict[str, Any] | None = None
-    """The content of its generation_config.json; null if it has none."""
 
 
 class OutputConfig(Section):

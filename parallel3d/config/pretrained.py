@@ -117,6 +117,7 @@ def read_published(folder: Path, config: Mapping[str, object]) -> JsonObject:
     return {
         "config": {key: config[key] for key in CARRIED if key in config},
         "generation": generation,
+        "architecture": pretrained.class_of(config),
     }
 
 

@@ -29,6 +29,8 @@ class Beside:
     generation: Mapping[str, Any] = field(default_factory=dict)
     published: str = ""
     """Name of the published model that they come from; "" for a model from scratch."""
+    architecture: str | None = None
+    """The published model's class in transformers; None for the default of the model family."""
 
     def write(self, folder: Path) -> None:
         """Write generation_config.json; raise OSError.
@@ -70,7 +72,7 @@ def beside_of(config: RunConfig, tokenizer: Path | None, end_of_text: int | None
             keys = (*IDS, "use_cache")
             generation = {key: fields[key] for key in keys if key in fields}
         name = origin.folder if isinstance(origin, Pretrained) else str(origin)
-        return Beside(fields, generation, name)
+        return Beside(fields, generation, name, published.get("architecture"))
     ids: JsonObject = {} if end_of_text is None else dict.fromkeys(IDS, end_of_text)
     own: JsonObject = {}
     if tokenizer is not None:

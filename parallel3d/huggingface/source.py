@@ -123,7 +123,7 @@ class CheckpointSource:
         """Return the facts that an export writes next to the weights.
 
         - `tokenizer`: folder of the tokenizer; None to search for it.
-        - `architecture`: transformers class to use; None for the default of the model family.
+        - `architecture`: transformers class to use; None for that of `About`.
 
         Raises CheckpointError if the tokenizer is not found, or is not the checkpoint's.
         """

@@ -285,7 +285,8 @@ class About:
     line: Mapping[str, object] = field(default_factory=dict)
     """The line of metrics.jsonl for `step`."""
     architecture: str | None = None
-    """Name of the transformers class to use; None for the default of the model family."""
+    """Name of the transformers class to use; None for that of the published model, if there is one,
+    or else the default of the model family."""
     beside: Beside = field(default_factory=Beside)
     """Special ids and generation settings."""
     averaged: str = ""
@@ -300,10 +301,21 @@ class About:
             return None
         family = models.huggingface(self.config.model.family)
         assert family is not None
-        settings = family.architecture(self.config.model, self.end_of_text, self.architecture)
+        settings = self._of_class(family)
         settings.dtype = str(layout.dtype).removeprefix("torch.")
         fill_in(settings, self.beside)
         return settings
+
+    def _of_class(self, family: Any) -> Any:
+        """Return the transformers config of the requested class, or of the published one.
+
+        A run may have settings that the published class lacks: then it is the family's default.
+        """
+        model = self.config.model
+        if self.architecture is None and self.beside.architecture is not None:
+            with suppress(ValueError):
+                return family.architecture(model, self.end_of_text, self.beside.architecture)
+        return family.architecture(model, self.end_of_text, self.architecture)
 
 
 def write_rest(folder: Path, about: About, layout: WeightFiles) -> None:

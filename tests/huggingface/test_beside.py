@@ -5,7 +5,13 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    MistralConfig,
+)
 
 from parallel3d.checkpoint.disk import copy_folder
 from parallel3d.config import RunConfig
@@ -44,14 +50,14 @@ def some_are_slow(names, default):
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 
-def published(folder, fields, generation):
+def published(folder, fields, generation, kind=LlamaConfig, **sizes):
     """A model of transformers with a tokenizer that has a chat template."""
     torch.manual_seed(0)
     tokenizer_in(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    settings = LlamaConfig(**GROUPED | {"vocab_size": VOCAB})
+    settings = kind(**GROUPED | {"vocab_size": VOCAB} | sizes)
     AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
     (folder / "generation_config.json").unlink()
     config = json.loads((folder / "config.json").read_text())
@@ -116,6 +122,26 @@ def test_export_has_what_the_publisher_wrote(name, tmp_path):
     if generation is not None:
         assert json.loads((out / "generation_config.json").read_text()) == generation
     assert AutoTokenizer.from_pretrained(out).chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("requested", "written"),
+    [
+        (None, "MistralForCausalLM"),
+        pytest.param("LlamaForCausalLM", "LlamaForCausalLM", marks=pytest.mark.slow),
+    ],
+)
+def test_export_keeps_the_class_where_two_have_the_same_layers(requested, written, tmp_path):
+    """Mistral 7B v0.3 has no windows, and the layers of a Llama."""
+    fields, generation = PUBLISHED["several ends"]
+    folder = tmp_path / "published"
+    published(folder, fields, generation, MistralConfig, sliding_window=None)
+    source = trained_on(tmp_path, folder, folder)
+    out = tmp_path / "out"
+    about = source.about(None, requested)
+    proof = export(source, about, WeightFiles(source.config.model), out, no_progress)
+    assert proof.ok and proof.architecture == written
+    assert type(AutoModelForCausalLM.from_pretrained(out)).__name__ == written
 
 
 def test_run_from_scratch_has_the_ids_of_its_tokenizer(tmp_path):
