@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
@@ -22,6 +23,17 @@ LONGEST = 2**17
 # Files that AutoTokenizer reads; a model's directory also holds gigabytes of weights.
 TEMPLATES = "additional_chat_templates"  # transformers' folder of further chat templates
 TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+# Files of published tokenizers that transformers reads and does not write. Other programs need
+# them: llama.cpp the model of sentencepiece.
+_NOT_WRITTEN = (
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
@@ -97,6 +109,27 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> Non
         if match := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(match[1]), os.strerror(int(match[1])), str(directory)) from error
         raise
+
+
+def copy_unwritten(name: str, directory: Path) -> None:
+    """Copy files of the tokenizer `name` that `save_tokenizer` does not write; raise OSError.
+
+    - `name`: a folder, or a name on the hub, whose files are in its cache.
+    - `directory`: where the tokenizer was saved. What is there stays.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "tokenizer_config.json")
+        if not isinstance(cached, str):
+            return
+        folder = Path(cached).parent
+    for pattern in _NOT_WRITTEN:
+        for path in folder.glob(pattern):
+            target = directory / path.name
+            if path.is_file() and not target.exists():
+                shutil.copyfile(path, target)
 
 
 def check_name(name: str) -> None:

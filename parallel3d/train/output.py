@@ -22,6 +22,7 @@ from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import CompleteConfig
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.data.evaluation_samples import held_out_samples
+from parallel3d.data.tokenizer import copy_unwritten
 from parallel3d.engine import Engine
 from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.mesh import Mesh
@@ -287,6 +288,8 @@ class Output:
             shutil.rmtree(partial, ignore_errors=True)
             shutil.rmtree(own, ignore_errors=True)
             shutil.copytree(tokenizer, partial, copy_function=shutil.copyfile)
+            if (name := self._start.config.data.tokenizer) not in ("train", "none"):
+                copy_unwritten(name, partial)
             partial.chmod(self.directory.stat().st_mode)
             partial.rename(own)
 

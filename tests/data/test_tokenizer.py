@@ -21,6 +21,7 @@ from parallel3d.data import corpus_folder
 from parallel3d.data import tokenizer as module
 from parallel3d.data.prepare import prepare
 from parallel3d.data.tokenizer import (
+    copy_unwritten,
     directory_digest,
     encode,
     load_tokenizer,
@@ -249,3 +250,24 @@ def test_digest_ignores_weights_beside_a_tokenizer(trained):
     assert directory_digest(trained) == before
     (trained / "special_tokens_map.json").write_text("{}")
     assert directory_digest(trained) != before
+
+
+def test_files_of_the_hubs_cache_are_copied_unless_they_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cached = tmp_path / "models--somebody--small"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text(commit)
+    snapshot = cached / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for name in ("tokenizer_config.json", "tokenizer.model", "merges.txt", "model.safetensors"):
+        (snapshot / name).write_text("published")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "merges.txt").write_text("written")
+    copy_unwritten("somebody/small", saved)
+    copy_unwritten("somebody/other", saved)
+    assert {path.name: path.read_text() for path in saved.iterdir()} == {
+        "merges.txt": "written",
+        "tokenizer.model": "published",
+    }

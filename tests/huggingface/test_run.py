@@ -16,6 +16,8 @@ from tests.train.running import start_all
 
 pytestmark = pytest.mark.gloo
 
+SENTENCEPIECE = b"read by other programs than transformers"
+
 
 @pytest.fixture
 def raw(tmp_path):
@@ -24,6 +26,8 @@ def raw(tmp_path):
     torch.manual_seed(0)
     settings = MODELS["gpt2"][1] | {"vocab_size": VOCAB}
     AutoModelForCausalLM.from_config(GPT2Config(**settings)).save_pretrained(folder)
+    (tokenizer / "tokenizer.model").write_bytes(SENTENCEPIECE)
+    (tokenizer / "training_args.json").write_text("{}")
     (tmp_path / "a.txt").write_text("a" * 3000)
     data = {
         "source": "text",
@@ -62,6 +66,10 @@ def test_run_starts_from_the_model_and_resumes_without_it(raw, tmp_path):
     assert abs(lines[0]["loss"] - wanted) < 1e-4
     origin = json.loads((run / "config.json").read_text())["parallel3d"]["model"]["from_pretrained"]
     assert origin["folder"] == str(folder) and origin["weights"]
+    # Files that transformers reads and does not write are the publisher's, in every checkpoint too.
+    for own in (run, run / "checkpoints/step-5"):
+        assert (own / "tokenizer/tokenizer.model").read_bytes() == SENTENCEPIECE
+        assert not (own / "tokenizer/training_args.json").exists()
 
 
 def test_other_tokenizer_than_that_of_the_model_gives_a_remark(tmp_path):
