@@ -16,6 +16,10 @@ class ConfigError(Parallel3DError):
     """A setting that cannot be used: its path and value, the rule it breaks, and a remedy."""
 
 
+class UnknownFigure(ConfigError):
+    """A figure that the planner needs and a hardware's description lacks."""
+
+
 class DataError(Parallel3DError):
     """A corpus or tokenizer that cannot be used."""
 

@@ -126,7 +126,7 @@ TOP_LEVEL = SWITCHED_BLOCKS | {
         "is not used: it is for DeepSpeed-Ulysses; remove it", (None, "fp32")
     ),
     "sequence_parallel_size": Key(
-        "is not used: it is for DeepSpeed-Ulysses; set parallel3d.mesh.sequence_parallel", (1,)
+        "is not used: it is for DeepSpeed-Ulysses; set parallel3d.mesh.cp", (1,)
     ),
     "sparse_attention": Key(_GONE),
     "sparse_gradients": Key(_GONE, (False,)),

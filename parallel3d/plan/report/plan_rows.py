@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parallel3d.base import reader, terminal
-from parallel3d.base.errors import ConfigError
+from parallel3d.base.errors import ConfigError, UnknownFigure
 from parallel3d.base.reader import JsonObject
 from parallel3d.config import ResolvedConfig, RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE, Hardware
@@ -241,7 +241,7 @@ def _lack_and_seconds(
     lack = max(0, memory.total - device) + max(0, memory.host - host)
     try:
         return lack, step_time(setting, hardware).seconds
-    except ConfigError:  # no FLOP/s are known for the precision: the longest that fits is taken
+    except UnknownFigure:  # such as the FLOP/s of the precision: the longest that fits is taken
         return lack, 0.0
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from parallel3d.base.errors import ConfigError
+from parallel3d.base.errors import UnknownFigure
 from parallel3d.base.section import Problem, raise_if_any
 from parallel3d.config.hardware import Hardware, Kernels
 from parallel3d.model.spec import Attention, MatMul, Work
@@ -167,7 +167,7 @@ def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> fl
     """Return the highest FLOP/s of a matrix product: measured, or a fraction of the data sheet's.
 
     A missing bf16 or fp16 figure is replaced by the other's. fp8 is bf16 times the data sheet's
-    ratio of the two. Raises ConfigError if no figure is known.
+    ratio of the two. Raises UnknownFigure if no figure is known.
     """
     if precision == "fp8" and (eight := hardware.peak("fp8")) and (full := hardware.peak("bf16")):
         return matmul_flops(hardware, "bf16", curves) * eight / full * curves.fp8
@@ -178,7 +178,7 @@ def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> fl
             return stated.value * curves.datasheet
     known = {*hardware.peak_flops, *hardware.matmul_flops} - {"fp8"}  # in which nothing is trained
     other = f"use one of {', '.join(sorted(known))}, or " if known else ""
-    raise ConfigError(
+    raise UnknownFigure(
         f"hardware {hardware.name}: no FLOP/s is known for {precision}; {other}add "
         f'peak_flops["{precision}"] to the file of this hardware'
     )
@@ -321,8 +321,8 @@ def bandwidth_of(hardware: Hardware) -> float:
 
 
 def refuse(hardware: Hardware, key: str) -> NoReturn:
-    """Raise ConfigError for a figure that the hardware's description lacks."""
-    raise ConfigError(
+    """Raise UnknownFigure for a figure that the hardware's description lacks."""
+    raise UnknownFigure(
         f"hardware {hardware.name}: its {key} is not known; add it to its file, or "
         "plan for fewer devices or without offload"
     )
