@@ -75,16 +75,20 @@ HALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def hall(name: str) -> RunConfig:
-    """Make the config of a hall."""
-    settings: dict[str, Any] = {"zero": 1, "reduction": "auto", "weights": "auto"} | HALLS[name]
+def hall(name: str, **changes: Any) -> RunConfig:
+    """Make the config of a hall, with changed settings."""
+    settings: dict[str, Any] = {"zero": 1, "reduction": "auto", "weights": "auto"}
+    settings |= HALLS[name] | changes
     model = settings.pop("model", _GPT)
     data = settings.pop("data", {})
     overlap = settings.pop("overlap", None)
+    clipping = settings.pop("clipping", None)
     groups = {"ep": settings.pop("ep", 1), "dp_shards": settings.pop("dp_shards", None)}
     raw = config_of(**settings)
     raw["parallel3d"].setdefault("mesh", {}).update(groups)
     raw["parallel3d"]["data"] |= data
     raw["zero_optimization"]["overlap_comm"] = overlap
+    if clipping is not None:
+        raw["gradient_clipping"] = clipping
     raw["parallel3d"]["model"] = model
     return RunConfig.from_dict(raw, f"the museum's hall {name!r}")

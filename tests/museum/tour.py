@@ -102,10 +102,13 @@ class Hall:
         self.trained()
         return self._small[mesh]
 
-    def visit(self, name: str) -> Visit:
-        """Plant an exhibit that the config can hold, and look."""
+    def visit(self, name: str, mesh: MeshSizes | None = None) -> Visit:
+        """Plant an exhibit that the config can hold, and look.
+
+        - `mesh`: one of the hall's; by default the first that has the exhibit's axes
+        """
         file = exhibits.load(name)
-        mesh = self._mesh_of(file.EXHIBIT)
+        mesh = mesh or self._mesh_of(file.EXHIBIT)
         assert mesh is not None
         saves = "save" in file.EXHIBIT.needs
         resumes = saves or "resume" in file.EXHIBIT.needs
