@@ -224,15 +224,16 @@ def test_on_two_ranks(folder):
     """What cuts, recomputes, holds or sums in another way, each with a routing that it touches."""
     check(
         [
-            case_of((2, 1, 1), "zero_bubble", weights="per_pass", checkpointing="full"),
+            case_of((2, 1, 1), "zero_bubble", weights="per_pass", checkpointing="full", batch=4),
             case_of((1, 2, 1), model=TOP_FIRST, weights="per_step", reduction="per_step"),
             case_of((1, 1, 2), model=POOLED, zero_stage=1, batch=4, **SPLIT),
+            case_of((1, 2, 1), model=SIGMOID, ep=2, zero_stage=2),
         ],
         folder,
     )
 
 
-@pytest.mark.slow  # by default sigmoid routing is on four ranks, where they divide experts
+@pytest.mark.slow  # by default sigmoid routing is on ranks that divide experts
 def test_sigmoid_routing_on_two_ranks(folder):
     check(
         [
@@ -245,11 +246,12 @@ def test_sigmoid_routing_on_two_ranks(folder):
 
 
 def test_divided_over_ranks(folder):
-    """ZeRO and routings, with what else cuts, sums or holds a stage; ZeRO-0 has `test_muon`."""
+    """Beside tensor parallelism and copies; stages have `test_muon`, ZeRO-1 `test_experts_with_cp`.
+
+    ZeRO-2 has `test_on_two_ranks`.
+    """
     check(
         [
-            case_of((2, 2, 1), "zero_bubble", SIGMOID, ep=2, zero_stage=1),
-            case_of((1, 4, 1), model=SIGMOID, ep=4, zero_stage=2),
             case_of(
                 (1, 2, 2),
                 model=TOP_FIRST,
@@ -260,6 +262,17 @@ def test_divided_over_ranks(folder):
                 checkpointing="full",
             ),
             case_of((1, 4, 1), model=SIGMOID, ep=2, zero_stage=3, changes=two_shards()),
+        ],
+        folder,
+    )
+
+
+@pytest.mark.slow  # by default stages stand beside divided experts in `test_muon`
+def test_divided_in_stages_and_over_all_ranks(folder):
+    check(
+        [
+            case_of((2, 2, 1), "zero_bubble", SIGMOID, ep=2, zero_stage=1),
+            case_of((1, 4, 1), model=SIGMOID, ep=4, zero_stage=2),
         ],
         folder,
     )
@@ -297,13 +310,13 @@ def test_experts_with_cp(folder):
 
     With a rank's own means the norm of the gradients would differ by 1e-3.
     """
-    check(
-        [
-            case_of((1, 1, 2, 2), zero_stage=1, batch=4, **SPLIT),
-            case_of((1, 2, 2, 1), model=SIGMOID, zero_stage=1, ep=2, batch=4),
-        ],
-        folder,
-    )
+    check([case_of((1, 1, 2, 1), zero_stage=1, batch=4, checkpointing="full")], folder)
+    check([case_of((1, 2, 2, 1), model=SIGMOID, zero_stage=1, ep=2, batch=4)], folder)
+
+
+@pytest.mark.slow  # by default each without the other
+def test_experts_with_cp_and_sequence_parallelism(folder):
+    check([case_of((1, 1, 2, 2), zero_stage=1, batch=4, **SPLIT)], folder)
 
 
 def skip_on_rank(rank, cases):
@@ -365,16 +378,13 @@ def test_experts_with_cp_on_every_mesh(mesh, ep, folder, cpu_adam):
 
 
 def test_muon(folder):
-    """Each expert's matrix has a home, which need not be one of its owners."""
-    check(
-        [
-            case_of((2, 2, 1), "one_f_one_b", ep=2, zero_stage=0, muon=True),
-            case_of(
-                (1, 2, 2), model=SIGMOID, ep=2, weights="per_pass", reduction="per_step", muon=True
-            ),
-        ],
-        folder,
-    )
+    """Each expert's matrix has a home, which need not be one of its owners.
+
+    `test_muon_on_every_mesh` has tensor parallelism, too.
+    """
+    check([case_of((2, 2, 1), "one_f_one_b", ep=2, zero_stage=0, muon=True)], folder)
+    held = {"weights": "per_pass", "reduction": "per_step"}
+    check([case_of((1, 2, 1), model=SIGMOID, ep=2, muon=True, **held)], folder)
 
 
 @pytest.mark.slow
