@@ -55,9 +55,17 @@ def settings_of(family, meshes):
 def cases_of(family, full=False):
     """One case for each pair of settings, or (full) for each combination: its distinct layers.
 
-    Of many combinations, a regular part.
+    Of many combinations, a regular part. By default embeddings and heads that tell the same cost
+    are there once on a mesh: most settings are those of a block.
     """
-    return list(dict.fromkeys(_cases(family, full)))
+    cases = list(dict.fromkeys(_cases(family, full)))
+    if full:
+        return cases
+    distinct = {}
+    for case in cases:
+        key = case if case.place == "middle" else (case.layer.build, case.layer.cost, case[1:])
+        distinct.setdefault(key, case)
+    return list(distinct.values())
 
 
 def _cases(family, full):

@@ -35,7 +35,7 @@ from parallel3d.verify.reference import (
     train_model,
 )
 from tests.cases import Case
-from tests.models.architectures import VOCABULARY, small_config
+from tests.models.architectures import LAYERS, VOCABULARY, small_config
 from tests.verify.measuring import Differences, errors_of, plain_course, train_each
 
 STDS = (0.02, 0.2)
@@ -45,11 +45,13 @@ TOGETHER = 14  # architectures on ranks that are started once; if one crashes, e
 SLOW = ("bailing_hybrid", "falcon_h1", "kimi_linear")
 
 
-def case_of(kind: str, std: float, mesh: tuple[int, int, int], **settings: Any) -> Case:
+def case_of(
+    kind: str, std: float, mesh: tuple[int, int, int], layers: int = LAYERS, **settings: Any
+) -> Case:
     """Return a run of a small model of an architecture."""
     model = {
         "family": "transformers",
-        "config": small_config(kind, std),
+        "config": small_config(kind, std, layers),
         "vocab_size": VOCABULARY,
     }
     return Case(model=model, mesh=mesh, **{"batch": 8, "microbatches": 2} | settings)

@@ -1,5 +1,6 @@
 """Small models of every family, and what a mesh computes with them."""
 
+import os
 from functools import lru_cache
 
 import torch
@@ -66,12 +67,12 @@ def part(whole, cut):
 
 @lru_cache
 def mesh_of(tp):
-    """WORLD / tp replicas on tp ranks each: one mesh a process, whatever is built on it."""
-    return Mesh(dp=WORLD // tp, tp=tp)
+    """As many replicas as ranks allow, on tp each: one mesh a process, whatever is built on it."""
+    return Mesh(dp=int(os.environ["WORLD_SIZE"]) // tp, tp=tp)
 
 
 def build(config, tp, seq=16, sequence_parallel=False, **settings):
-    """The whole model on WORLD / tp replicas, with the weights of `weights_of`, and the mesh."""
+    """The whole model on replicas of tp ranks, with the weights of `weights_of`, and the mesh."""
     mesh = mesh_of(tp)
     schedule = make_schedule("gpipe", 1, 1)
     built = build_stages(
@@ -128,6 +129,6 @@ def _each_on_rank(rank, function, jobs):
     return [function(*job) for job in jobs]
 
 
-def on_ranks(function, jobs):
+def on_ranks(function, jobs, count=WORLD):
     """For each job, in one start of the ranks: what `function(*job)` gives on each rank."""
-    return list(zip(*run_locally(_each_on_rank, WORLD, function, jobs), strict=True))
+    return list(zip(*run_locally(_each_on_rank, count, function, jobs), strict=True))

@@ -88,7 +88,7 @@ def case_of(kind, own=None, **settings):
     """A run of a small model of an architecture, with fields of its `own`."""
     fields = small_config(kind, STD) | _OWN.get(kind, {}) | (own or {})
     model = {"family": "transformers", "config": fields, "vocab_size": VOCABULARY}
-    return Case(model=model, batch=8, microbatches=2, **settings)
+    return Case(model=model, **{"batch": 8, "microbatches": 2} | settings)
 
 
 def errors_on_ranks(cases, faults):

@@ -87,7 +87,7 @@ def worst_errors(kinds):
     """The largest relative error of loss and gradients by architecture."""
     configs = {kind: balanced(kind) for kind in kinds}
     jobs = [(configs[kind], BALANCED[kind]) for kind in kinds]
-    for kind, ranks in zip(kinds, on_ranks(computed, jobs), strict=True):
+    for kind, ranks in zip(kinds, on_ranks(computed, jobs, 2), strict=True):
         expected, gradients = whole(configs[kind])
         shapes = {n: w.shape for n, w in weights_of(configs[kind]).items()}
         worst = 0.0
@@ -115,8 +115,9 @@ def test_balance_loss_of_every_form_is_that_of_transformers():
 EP = {"parallel3d.mesh.ep": 2}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003, "eps": 1e-6}}}
 NARROW = {"initializer_range": 0.02}  # with wide weights fp32 alone is off by 1.6e-5
-# Meshes are pp x dp x tp; all have 4 ranks.
+# Meshes are pp x dp x tp; that of the default test has 2 ranks, and all others have 4.
 DIVIDED = [
+    ("qwen3_moe", {"mesh": (1, 2, 1), "changes": EP, "batch": 4, "microbatches": 1}),
     ("qwen3_moe", {"mesh": (1, 2, 2), "sequence_parallel": True, "changes": EP}),
     ("gpt_oss", {"mesh": (1, 4, 1), "changes": {"parallel3d.mesh.ep": 4}, "own": NARROW}),
     ("deepseek_v3", {"mesh": (1, 2, 2), "changes": EP | MUON, "zero_stage": 1}),
@@ -148,7 +149,7 @@ def test_divided_experts_of_every_form_are_equal_to_one_process():
 def test_biases_of_scores_move_with_the_loads():
     """Each router counts its tokens, which the engine moves its bias by (its own tests)."""
     config = config_of("deepseek_v3", score_bias_rate=0.01)
-    (ranks,) = on_ranks(counted, [(config,)])
+    (ranks,) = on_ranks(counted, [(config,)], 2)
     for rates, counts in ranks:
         assert rates == [0.01] * 3
         assert counts == [2 * 16 * 2] * 3  # two choices of each token, in each sparse layer

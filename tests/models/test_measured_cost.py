@@ -31,7 +31,7 @@ CONFIGS = {
     "gpt": small("gpt", resid_pdrop=0.1, attn_pdrop=0.1, **SIZES),
     "moe": small("moe", **SIZES),
 }
-TPS = {"llama": [2], "window": [], "gpt": [], "moe": [2]}
+TPS = {"llama": [2], "window": [], "gpt": [], "moe": []}
 KINDS = {"llama": [SELECTIVE], "window": [FULL], "gpt": [], "moe": []}
 ALL_TPS = [2, 4]
 ALL_KINDS = [SELECTIVE, FULL, parse("mlp"), parse("layernorm+mlp_act")]

@@ -148,7 +148,7 @@ def test_pooled_loss_equals_that_of_transformers():
     expected = model(batch_of(config)[0], output_router_logits=True).aux_loss
     expected.backward()
     gates = [layer.mlp.gate.weight.grad for layer in model.model.layers]
-    (results,) = on_ranks(pooled, [(config,)])
+    (results,) = on_ranks(pooled, [(config,)], 1)
     for value, gradients in results:
         assert value == pytest.approx(len(gates) * expected.item(), rel=1e-5)  # for each layer
         for gate, gradient in zip(gates, gradients, strict=True):
@@ -165,7 +165,7 @@ def pooled(config):
 
 def test_evaluation_counts_nothing():
     """No load of it reaches the bias (torchtitan 4148)."""
-    (results,) = on_ranks(evaluated, [(small("moe", score_bias=True),)])
+    (results,) = on_ranks(evaluated, [(small("moe", score_bias=True),)], 1)
     assert results[0] == [0, 0]
 
 

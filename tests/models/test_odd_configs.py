@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.models.every_decoder import BOUND, errors_on_ranks
-from tests.models.test_any_decoder import switched
+from tests.models.every_decoder import BOUND, case_of, errors_on_ranks
+from tests.models.test_any_decoder import STD, switched
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -145,7 +145,7 @@ OF_FILES = [
     ],
 )
 def test_settings_are_equal_to_one_process(settings, mesh):
-    cases = [switched(kind, own, mesh=mesh) for kind, own in settings]
+    cases = [switched(case_of(kind, STD, mesh), own) for kind, own in settings]
     measured = errors_on_ranks(cases)
     for (kind, own), errors in zip(settings, measured, strict=True):
         print(kind, own, errors)

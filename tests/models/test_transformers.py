@@ -17,6 +17,7 @@ from parallel3d.verify.reference import in_our_names, isolation
 from tests.models.families import (
     ALL,
     EVERY_FAMILY,
+    WORLD,
     WRITTEN,
     Logits,
     batch_of,
@@ -128,10 +129,11 @@ def errors(config, tp, isolated, ranks):
     return differences
 
 
-# (tp, sequence parallel, documents): as many tp ranks as WORLD, so also more than kv heads. Each
-# family has both of the first, and by default its variants take turns at them.
-FEW = ((4, True, DOCUMENTS), (2, True, None))
+# (tp, sequence parallel, documents). Each family has both of the first, and by default its
+# variants take turns at them, on two ranks; one has fewer key/value heads. On four, others have.
+FEW = ((2, True, DOCUMENTS), (2, True, None))
 OTHERS = (
+    (4, True, DOCUMENTS),
     (1, False, None),
     (4, False, None),
     (2, False, None),
@@ -161,7 +163,9 @@ def of_family(family, cases):
         for place, case in enumerate(cases(name))
     }
     results = {name: [] for name, _ in jobs}
-    for (name, _), ranks in zip(jobs, on_ranks(computed_here, [*jobs.values()]), strict=True):
+    count = 2 if cases is few else WORLD
+    of_jobs = on_ranks(computed_here, [*jobs.values()], count)
+    for (name, _), ranks in zip(jobs, of_jobs, strict=True):
         results[name].append(ranks)
     return results
 
