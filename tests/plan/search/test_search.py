@@ -131,9 +131,11 @@ def test_fewest_layers_in_full_are_those_of_the_shortest_gathers():
 def test_cp_is_searched_for_long_samples(monkeypatch):
     assert all(mesh.cp == 1 for mesh in candidates.meshes(request_of(config(), machine(), 8)))
     monkeypatch.setattr(candidates, "LEAST_TOKENS", config().data.sequence_length // 4)
-    request = request_of(config(4, 6), machine(0.5 * GIB), 4)
-    assert {mesh.cp for mesh in candidates.meshes(request)} == {1, 2, 4}
+    on_four = request_of(config(4, 2), machine(), 4)
+    assert {mesh.cp for mesh in candidates.meshes(on_four)} == {1, 2, 4}
+    request = request_of(config(4, 2), machine(2 * GIB), 2)
     pairs = [(p.setting.mesh, p.time.seconds) for p in search(request, 9, 1).plans]
+    assert {mesh.cp for mesh, _ in pairs} == {1, 2}
     expected = best_of_each_mesh(request, 9)
     assert [mesh for mesh, _ in pairs] == [mesh for mesh, _ in expected]
     assert [s for _, s in pairs] == pytest.approx([s for _, s in expected], rel=1e-8)
