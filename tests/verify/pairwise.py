@@ -28,8 +28,11 @@ def draw(settings, rng):
     return {name: rng.choice(values) for name, values in settings.items()}
 
 
-def pairwise(settings, valid, seed=0, wanted=lambda pair: True):
-    """Rows that cover every possible pair that is wanted, found greedily; as on every call."""
+def pairwise(settings, valid, seed=0, wanted=lambda pair: True, cost=lambda row: 1):
+    """Rows that cover every possible pair that is wanted, found greedily; as on every call.
+
+    The next row has the most pairs that are missing for its cost.
+    """
     rng = random.Random(seed)
     possible = possible_pairs(settings, valid)
     examples = {pair: row for pair, row in possible.items() if wanted(pair)}
@@ -39,7 +42,7 @@ def pairwise(settings, valid, seed=0, wanted=lambda pair: True):
         pair = next(iter(missing))
         drawn = (draw(settings, rng) | dict(pair) for _ in range(400))
         candidates = [examples[pair], *(row for row in drawn if valid(row))]
-        best = max(candidates, key=lambda row: sum(p in missing for p in pairs(row)))
+        best = max(candidates, key=lambda row: sum(p in missing for p in pairs(row)) / cost(row))
         for p in pairs(best):
             missing.pop(p, None)
         rows.append(best)
