@@ -18,6 +18,7 @@ from tests.verify.configs import MUON, config_of
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
 FULL = [(2, 2, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 1, 2)]
+PAIRS = [(1, 1, 2), (1, 2, 1), (2, 1, 1)]  # by default, with fewer microbatches, too
 TWO_AXES = [(2, 2, 1), (1, 2, 2), (2, 1, 2)]  # with fewer samples and layers than FULL needs
 STAGES = {
     name: next(n for n in (2, 1, 3) if schedules.why_not(name, 2, 4, n) is None)
@@ -48,15 +49,18 @@ def case(tmp_path_factory):
     """A small config, and the reference that all meshes of a model and an optimizer share."""
 
     @cache
-    def train(model, params, meshes):
-        raw = raw_config(dict(params), model=model.removesuffix(" mup"))
+    def train(model, params, meshes, microbatches):
+        name = model.removesuffix(" mup")
+        raw = raw_config(dict(params), model=name, microbatches=microbatches)
         if model.endswith(" mup"):
             raw["parallel3d"]["model"]["parametrization"] = MUP
         return prepare(RunConfig.from_dict(raw), meshes, tmp_path_factory.mktemp("reference"))
 
     def of(mesh, model, zero, offload="none", params=None, **settings):
-        meshes = tuple(map(sizes_of, TWO_AXES if mesh in TWO_AXES else FULL))
-        small, reference = train(model, tuple((params or {}).items()), meshes)
+        group = next(meshes for meshes in (PAIRS, TWO_AXES, FULL) if mesh in meshes)
+        meshes = tuple(map(sizes_of, group))
+        microbatches = 2 if group is PAIRS else 4
+        small, reference = train(model, tuple((params or {}).items()), meshes, microbatches)
         raw = small[sizes_of(mesh)].to_dict()
         raw["zero_optimization"] |= {"stage": zero, "offload_optimizer": {"device": offload}}
         for name, value in settings.items():
@@ -79,7 +83,8 @@ def errors_of(case, **task):
 FEW = [
     pytest.param((1, 2, 2), "gpt", 0, "none", {}, {}, marks=pytest.mark.slow),  # ZeRO 1: below
     ((1, 2, 2), "llama untied mup", 1, "none", OTHER, {"mesh_sequence_parallel": True}),
-    ((2, 1, 2), "llama untied mup", 2, "cpu", OTHER, {}),
+    ((2, 1, 1), "llama untied mup", 2, "cpu", OTHER, {}),
+    pytest.param((2, 1, 2), "llama untied mup", 2, "cpu", OTHER, {}, marks=pytest.mark.slow),
     # Experts, and a router, which is AdamW's: by default in tests/pipeline/test_experts.py.
     pytest.param((1, 2, 2), "moe", 1, "none", {}, {}, marks=pytest.mark.slow),
 ]
@@ -91,9 +96,17 @@ def test_interacting_settings(mesh, model, zero, offload, params, settings, case
     assert errors.within(TOLERANCE["fp32"]), errors
 
 
-def test_muon_resumes_on_another_mesh(case, tmp_path):
-    assert errors_of(case((1, 2, 2), "gpt", 1), saves=tmp_path).within(1e-5)
-    assert errors_of(case((2, 2, 1), "gpt", 3, "cpu"), resumes=tmp_path).within(1e-5)
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ((1, 1, 2), (1, 2, 1)),
+        pytest.param((1, 2, 2), (2, 2, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_muon_resumes_on_another_mesh(saved, resumed, case, tmp_path):
+    assert errors_of(case(saved, "gpt", 1), saves=tmp_path).within(1e-5)
+    assert errors_of(case(resumed, "gpt", 3, "cpu"), resumes=tmp_path).within(1e-5)
 
 
 @pytest.mark.slow

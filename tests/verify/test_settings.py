@@ -198,7 +198,7 @@ IDLE = {
 @pytest.mark.parametrize("name", IDLE)
 def test_setting_that_changes_nothing_is_not_called_proved(name, tmp_path):
     family, changes, settings, idle = IDLE[name]
-    config = config_with(changes, model=family, **settings)
+    config = config_with(changes, model=family, microbatches=2, **settings)
     small, reference = prepare(config, ONE, tmp_path)
     unseen = idle_settings(config, small[ONE[0]], reference, tmp_path)
     of_model = {path for path in unseen if path.startswith("parallel3d.model.")}
@@ -282,7 +282,7 @@ def check_with(plant, *args):
 
 @pytest.mark.parametrize(("model", "plant"), PLANTS)
 def test_mistake_in_a_proved_setting_is_seen(model, plant, tmp_path):
-    config = config_with(model, zero=1)
+    config = config_with(model, zero=1, microbatches=2)
     small, reference = prepare(config, ONE, tmp_path)
     task = CaseTask(drops=model is DROPS)
     tolerance = max(reference.tolerances.values(), default=TOLERANCE["fp32"])
@@ -363,7 +363,7 @@ def embeddings_without_decay():
     "plant", [exact_gelu, SLOW(second_beta_of_torch), SLOW(embeddings_without_decay)]
 )
 def test_mistake_that_half_precision_hides_is_seen_in_fp32(plant, tmp_path):
-    config = in_fp32(config_with({}, precision="bf16", zero=1))
+    config = in_fp32(config_with({}, precision="bf16", zero=1, microbatches=2))
     small, reference = prepare(config, ONE, tmp_path, EXACT)
     errors, _ = checked(
         small[ONE[0]], reference, CaseTask(), function=partial(check_with, plant), timeout=100
