@@ -267,17 +267,6 @@ def test_divided_over_ranks(folder):
     )
 
 
-@pytest.mark.slow  # by default stages stand beside divided experts in `test_muon`
-def test_divided_in_stages_and_over_all_ranks(folder):
-    check(
-        [
-            case_of((2, 2, 1), "zero_bubble", SIGMOID, ep=2, zero_stage=1),
-            case_of((1, 4, 1), model=SIGMOID, ep=4, zero_stage=2),
-        ],
-        folder,
-    )
-
-
 def two_shards():
     """Two copies of the shards, each with all experts."""
     return {"parallel3d.mesh.dp_shards": 2}

@@ -191,7 +191,8 @@ CP_ROWS = [
 ]
 CP_MESHES = [(1, 1, 4, 1), (1, 2, 2, 2), (2, 1, 2, 2), (2, 2, 2, 1)]
 CP_DEFAULT = DEFAULT | {"mesh": CP_MESHES, "offload": ["none", "cpu"], "microbatches": [1, 3]}
-SEED_OF_ROWS = 11  # of forty that with the least work
+# Of forty seeds the least work.
+SEED_OF_ROWS = 11
 
 
 def work_of(row):
