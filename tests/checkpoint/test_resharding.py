@@ -52,20 +52,24 @@ def check(faults, cases):
     assert not wrong, wrong
 
 
-CP = [Side((1, 1, 2, 1), 3), Side((2, 1, 1), 1)]
-# Copies of shards: the share of a copy is not that of a rank, and pieces end within matrices.
-COPIES = [Side((1, 2, 1), 3, shards=1), Side((1, 4, 1), 1, shards=2)]
+CP = Side((1, 1, 2, 1), 3)
+# Its share of a checkpoint is half of what the rank holds, and ends within a matrix.
+COPIES = Side((1, 2, 1), 3, shards=1)
+PIPELINE = TARGETS[FEW.index((2, 1, 1))]
 EVERY_MESH = [(target, SOURCES) for target in TARGETS]
-TO_AND_FROM_CP = [(target, CP) for target in CP]
-TO_AND_FROM_COPIES = [(COPIES[1], [COPIES[0], CP[1]]), (CP[1], [COPIES[1]])]
+TO_AND_FROM_CP = [(CP, [SOURCES[1], CP]), (PIPELINE, [CP])]
+TO_AND_FROM_COPIES = [(COPIES, [CP]), (PIPELINE, [COPIES])]
 
 
 @pytest.fixture(scope="module")
 def by_default(tmp_path_factory):
-    """The faults of every source on every target of both tests below."""
+    """The faults of every source on every target of the tests below; each target is built once."""
     root = tmp_path_factory.mktemp("default")
-    save([*SOURCES, *CP, *COPIES], root)
-    return load_all([*EVERY_MESH, *TO_AND_FROM_CP, *TO_AND_FROM_COPIES], root)
+    save([*SOURCES, CP, COPIES], root)
+    sources_by_target = {}
+    for target, sources in [*EVERY_MESH, *TO_AND_FROM_CP, *TO_AND_FROM_COPIES]:
+        sources_by_target.setdefault(target, []).extend(sources)
+    return load_all(sources_by_target.items(), root)
 
 
 def test_every_mesh_loads_on_every_mesh(by_default):
@@ -82,6 +86,14 @@ def test_checkpoints_move_to_and_from_copies(by_default):
 
 def pairs(cases):
     return [(source, target) for target, sources in cases for source in sources]
+
+
+@pytest.mark.slow
+def test_checkpoints_move_to_and_from_two_copies_of_two_shards(tmp_path):
+    sides = [COPIES, Side((1, 4, 1), 1, shards=2), PIPELINE]
+    save(sides, tmp_path)
+    cases = [(target, sides) for target in sides]
+    check(load_all(cases, tmp_path), cases)
 
 
 # Both kinds of state in one checkpoint; the home of a matrix has no say in where momentum lies.
