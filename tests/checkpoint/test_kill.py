@@ -13,7 +13,7 @@ from tests.launch.launching import Place, deepspeed, torchrun
 pytestmark = pytest.mark.drill
 
 MESH = (2, 2, 1)
-RANKS = 4
+PAIR = (1, 2, 1)
 LAST = 4  # a checkpoint after each step; from the third on an old one is deleted
 PRUNING = 3
 # It keeps states of two kinds: momentum of matrices, and AdamW's moments of the rest.
@@ -36,16 +36,19 @@ class Point:
 class Drill:
     """An unbroken run, and where its ranks pass fault points."""
 
-    def __init__(self, config, root, mode, asynchronous):
+    def __init__(self, config, root, mode, asynchronous, mesh):
         settings = {"parallel3d__checkpoint__asynchronous": asynchronous}
         self.config = config
         self.mode = mode
+        self.mesh = mesh
         self.settings = settings
-        self.unbroken = Run(config, f"unbroken-{mode}", MESH, **settings)
+        self.unbroken = Run(config, f"unbroken-{mode}", mesh, **settings)
+        self.num_ranks = self.unbroken.num_ranks
         ended = self.unbroken.start(f"record {root}/{mode}")
-        assert [end.code for end in ended] == [0] * RANKS, ended[0].log
+        assert [end.code for end in ended] == [0] * self.num_ranks, ended[0].log
         self.unbroken.check_whole()
-        self.saves = [self._saves(root / f"{mode}-{rank}", rank) for rank in range(RANKS)]
+        ranks = range(self.num_ranks)
+        self.saves = [self._saves(root / f"{mode}-{rank}", rank) for rank in ranks]
         self.done = Counter()
 
     def _saves(self, record, rank):
@@ -71,7 +74,9 @@ class Drill:
         return points
 
     def _point(self, save, name, count):
-        passing = [r for r in range(RANKS) if self.saves[r][save - 1].count(name) >= count]
+        passing = [
+            rank for rank, saves in enumerate(self.saves) if saves[save - 1].count(name) >= count
+        ]
         rank = random.Random(f"{self.mode} {save} {name} {count}").choice(passing)
         before = sum(names.count(name) for names in self.saves[rank][: save - 1])
         # Only the first rank renames; what comes later finds the checkpoint complete.
@@ -83,7 +88,7 @@ class Drill:
     def kill(self, point):
         """One kill and one start; the end is that of the unbroken run."""
         number = self.done["kills"]
-        run = Run(self.config, f"{self.mode}-{number}", MESH, **self.settings)
+        run = Run(self.config, f"{self.mode}-{number}", self.mesh, **self.settings)
         ended = run.start(f"kill {point.name} {point.occurrence} {point.rank}")
         check_died(ended, point.rank)
         self.done["kills"] += 1
@@ -100,11 +105,12 @@ def make_drill(tmp_path_factory):
     config = prepared_config(root)
     made = {}
 
-    def make(mode):
-        if mode not in made:
+    def make(mode, mesh=MESH):
+        name = f"{mode}-{'x'.join(map(str, mesh))}"
+        if name not in made:
             is_first = mode == "asynchronous"
-            made[mode] = Drill(config | (MUON if is_first else {}), root, mode, is_first)
-        return made[mode]
+            made[name] = Drill(config | (MUON if is_first else {}), root, name, is_first, mesh)
+        return made[name]
 
     return make
 
@@ -114,10 +120,10 @@ def test_run_survives_a_kill_at_a_delete(make_drill):
 
     A kill at a rename leaves what one at the write before it leaves, or what a whole save does.
     """
-    drill = make_drill("asynchronous")
+    drill = make_drill("asynchronous", PAIR)
     points = drill.points(PRUNING)
     assert len(points) >= 50
-    assert {point.rank for point in points} == set(range(RANKS))
+    assert {point.rank for point in points} == {0, 1}
     draw = random.Random(4)
     drill.kill(draw.choice([point for point in points if "delete" in point.name]))
 
@@ -152,7 +158,7 @@ def test_run_survives_a_kill_at_every_point_of_a_save(make_drill, mode):
     kinds = Counter(point.name.removeprefix("checkpoint.") for point in points)
     print(f"\n{mode}: {len(points)} points, {dict(drill.done)}, of ranks {sorted(ranks.items())}")
     print(", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items())))
-    assert len(points) >= 50 and set(ranks) == set(range(RANKS))
+    assert len(points) >= 50 and set(ranks) == set(range(drill.num_ranks))
 
 
 @pytest.mark.slow
