@@ -41,7 +41,7 @@ MODELS = {
     "gpt": {"num_hidden_layers": 2},
     # Room for two stages on each of two ranks.
     "deep": _sizes("gpt", num_hidden_layers=4),
-    "wide": _sizes("gpt", hidden_size=512, num_hidden_layers=2),
+    "wide": _sizes("gpt", hidden_size=512, num_hidden_layers=1),
     # Fewer key/value heads than four tp ranks, so that some ranks hold the same ones.
     "llama": _sizes("llama", num_key_value_heads=2, num_hidden_layers=3),
     "moe": _sizes("moe", num_experts=4, router="sigmoid", score_bias=True),

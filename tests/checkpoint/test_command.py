@@ -182,6 +182,14 @@ def test_missing_checkpoint_is_exit_code_2(run, run_folder, tmp_path):
             assert code == 2 and out == "" and word in err and str(path) in err
 
 
+def test_command_runs_in_the_checkpoint_folder(run, run_folder, monkeypatch):
+    monkeypatch.chdir(run_folder / "checkpoints" / "step-9")
+    code, out, err = run("verify", ".", "--json")
+    assert code == 0 and json.loads(out)["ok"] is True
+    assert err.startswith("step-9                ok")
+
+
+@pytest.mark.slow  # `main` is called above; tests/launch/test_train.py starts a command
 def test_command_runs_from_a_shell_in_the_checkpoint_folder(run_folder):
     """Imports, exit code and a working directory within the checkpoint."""
     folder = run_folder / "checkpoints" / "step-9"

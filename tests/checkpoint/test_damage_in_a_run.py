@@ -126,12 +126,21 @@ def _make_folder(path):
     path.mkdir()
 
 
+def damage_one_shard(copies):
+    """Every kind of damage to one shard, as to the files beside it."""
+    damage_files(copies, FILES[1:], num_flips=1)
+
+
 def damage_each_file(copies):
     """Every kind of damage to every file of the newest checkpoint in turn."""
+    damage_files(copies, FILES, num_flips=4)
+
+
+def damage_files(copies, names, num_flips):
     draw = random.Random(0)
-    for i, name in enumerate(FILES):
+    for i, name in enumerate(names):
         size = (copies.checkpoints / NEWEST / name).stat().st_size
-        for position in (0, size - 1, *(draw.randrange(size) for _ in range(3))):
+        for position in (draw.randrange(size), 0, size - 1, draw.randrange(size))[:num_flips]:
             copies.rewritten("flip", name, _flipped(position, draw.randrange(8)))
         copies.rewritten("truncate", name, lambda data: data[:-1])
         copies.rewritten("truncate", name, lambda data: data[: len(data) // 2])
@@ -149,7 +158,7 @@ def damage_each_file(copies):
             lambda folder, name=name: _swap(folder / NEWEST / name, folder / OLDER / name),
             step=2,
         )
-        for other in FILES[i + 1 :]:
+        for other in names[i + 1 :]:
             copies.add(
                 "swap",
                 (name, other),
@@ -230,7 +239,14 @@ def check_all(copies):
     return detected
 
 
-@pytest.mark.parametrize(("work", "least"), [(damage_each_file, 60), (forge, 15)])
+@pytest.mark.parametrize(
+    ("work", "least"),
+    [
+        (damage_one_shard, 30),
+        pytest.param(damage_each_file, 60, marks=pytest.mark.slow),
+        (forge, 15),
+    ],
+)
 def test_damage_is_detected_and_the_older_step_is_used(unbroken, tmp_path, work, least):
     copies = Copies(unbroken.checkpoints, tmp_path)
     work(copies)

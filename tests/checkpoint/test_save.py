@@ -32,6 +32,7 @@ def contents(folder):
 
 # ZeRO 0 writes shares of what every rank has; tp ranks share norms; pp ranks share a tied weight.
 SIDES = [
+    Side((1, 2, 1), 0),
     Side((1, 4, 1), 0),
     Side((2, 1, 2), 1, "cpu"),
     Side((1, 2, 2), 3, tied=False),
@@ -79,7 +80,7 @@ def save_both_ways(rank, sides, root):
 )
 def test_asynchronous_checkpoint_equals_synchronous_one(sides, tmp_path):
     """Byte for byte, although training went on; and each element is in it once."""
-    for moved in run_locally(save_both_ways, 4, sides, tmp_path):
+    for moved in run_locally(save_both_ways, sides[0].world_size, sides, tmp_path):
         assert moved == [True] * len(sides)
     for side in sides:
         waiting = tmp_path / str(side) / "waiting" / "step-2"
@@ -90,8 +91,8 @@ def test_asynchronous_checkpoint_equals_synchronous_one(sides, tmp_path):
         shapes = json.loads((behind / "state.json").read_text())["parameters"]
         assert sum(elements(behind).values()) == 4 * num_elements(side, shapes)
         if side.zero == 0:
-            assert len(elements(behind)) == 4
-            assert len(set(elements(behind).values())) == 1  # this model divides by four
+            assert len(elements(behind)) == side.world_size
+            assert len(set(elements(behind).values())) == 1  # this model divides by both
 
 
 def elements(folder):
@@ -275,7 +276,7 @@ def weigh(rank, root):
 def test_save_and_load_need_little_memory(tmp_path):
     """A synchronous save holds a few tensors more, a load a buffer; only a copy is a copy."""
     for size, copied, (waiting, behind, loading) in run_locally(weigh, 2, tmp_path):
-        assert size > 40 * MIB
+        assert size > 20 * MIB
         assert waiting < 8 * MIB and loading < 16 * MIB, (waiting, loading)
         # In memory that was free, or new.
-        assert 0.99 * size < copied < size + MIB and behind < size + 8 * MIB, (behind, size)
+        assert size - MIB / 2 < copied < size + MIB and behind < size + 8 * MIB, (behind, size)
