@@ -3,7 +3,6 @@
 import json
 import resource
 import subprocess
-import sys
 import time
 from collections import Counter
 from functools import partial
@@ -13,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
+from launch import doctor as command
 from parallel3d.config import RunConfig, hardware
 from parallel3d.extras.calibrate.measure_device import Effort
 from parallel3d.extras.doctor import checks
@@ -29,7 +29,7 @@ from parallel3d.mesh import nodes as nodes_module
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes
 from parallel3d.verify.local_ranks import run_locally
-from tests.launch.launching import environment, torchrun
+from tests.launch.launching import become, environment, fork, print_into, torchrun
 
 pytestmark = pytest.mark.gloo
 
@@ -200,33 +200,43 @@ def test_differing_rank_among_four_is_named(tmp_path):
     assert [*tmp_path.iterdir()] == [tmp_path / "own"]  # no file of the doctor stays
 
 
-def doctor(*words, launcher=(sys.executable,), folder, **options):
-    command = [*launcher, str(ROOT / "launch" / "doctor.py"), *words]
+def doctor(*words, launcher, folder):
+    program = str(ROOT / "launch" / "doctor.py")
     return subprocess.run(
-        command,
+        [*launcher, program, *words],
         cwd=folder,
         env=environment() | {"COLUMNS": "80"},
         capture_output=True,
         text=True,
         timeout=120,
-        **options,
     )
 
 
-def test_low_limit_ends_the_command_with_code_1_and_remedy(tmp_path):
-    def lower():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+def run_with_few_files(folder, out, log):
+    """Run the command in this process, which may open few files."""
+    become(["doctor.py", "--json"], folder, log, environment() | {"COLUMNS": "80"})
+    print_into(out)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+    command.main()
 
-    ended = doctor("--json", folder=tmp_path, preexec_fn=lower)
-    assert ended.returncode == 1, ended.stderr
-    report = json.loads(ended.stdout)
+
+def test_low_limit_ends_the_command_with_code_1_and_remedy(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    out = tmp_path / "out.txt"
+    log = tmp_path / "log.txt"
+    process = fork(run_with_few_files, folder, out, log)
+    process.join(120)
+    printed = log.read_text()
+    assert process.exitcode == 1, printed
+    report = json.loads(out.read_text())
     assert not report["passed"] and report["mesh"] == "1x1x1"
     (row,) = (row for row in report["checks"] if row["remedy"])
     assert (row["name"], row["outliers"]) == ("open files", [0])
-    assert "open files            FAILS  ranks 0 on" in ended.stderr
-    assert "ulimit -n" in ended.stderr and "\x1b" not in ended.stderr
-    assert max(map(len, ended.stderr.splitlines())) <= 80
-    assert not [*tmp_path.iterdir()]
+    assert "open files            FAILS  ranks 0 on" in printed
+    assert "ulimit -n" in printed and "\x1b" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    assert not [*folder.iterdir()]
 
 
 @pytest.mark.slow

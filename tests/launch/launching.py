@@ -107,15 +107,9 @@ class Place:
         A second of imports in place of eight, for what depends on processes and not on how they
         are made. Call `disturb` in the process first; return it, a session of its own.
         """
-        settle_accelerator()
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(local_ranks.PRELOAD)
         _, *words = self.command(PYTHON, *arguments, **settings)
         log.touch()
-        args = words, self.root, log, environment() | dict(variables), disturb
-        process = context.Process(target=_run_command, args=args)
-        process.start()
-        return process
+        return fork(_run_command, words, self.root, log, environment() | dict(variables), disturb)
 
     def ended(self, *arguments, timeout=200, **settings):
         """Start it as `forked` does; return its exit code and output."""
@@ -162,6 +156,22 @@ class Place:
             assert process.poll() is None, "it ended before it trained"
             assert time.monotonic() < deadline, "it does not train"
             time.sleep(0.1)
+
+
+def fork(function, *args):
+    """Start a function in a process whose parent has torch and DeepSpeed loaded."""
+    settle_accelerator()
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(local_ranks.PRELOAD)
+    process = context.Process(target=function, args=args)
+    process.start()
+    return process
+
+
+def print_into(file):
+    """Let this process's standard output be a file of its own."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
 
 
 def _run_command(words, folder, log, variables, disturb):

@@ -17,7 +17,14 @@ from functools import partial
 import pytest
 
 from parallel3d.checkpoint.manifest import verify
-from tests.launch.launching import PYTHON, Place, deepspeed, interrupt, wait_until_gone
+from tests.launch.launching import (
+    PYTHON,
+    Place,
+    deepspeed,
+    interrupt,
+    print_into,
+    wait_until_gone,
+)
 
 pytestmark = pytest.mark.drill
 
@@ -38,12 +45,6 @@ def place(tmp_path_factory):
 SMALL = ("--parallel3d.data.sequence_length", 32, "--parallel3d.train.evaluate_samples", 8)
 ALONE = ("--json", "--train_micro_batch_size_per_gpu", 8, *SMALL)
 STEPS = 2
-
-
-def print_into(file):
-    """Let this process's standard output be a file of its own."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)
-    os.dup2(descriptor, 1)
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +218,7 @@ def test_terminal_shows_a_bar_and_accepts_ctrl_c(place):
         place.root / "log.txt",
         "--parallel3d.run.name",
         "terminal",
+        *SMALL,
         steps=400,
         variables={"TERM": "xterm"},
         disturb=partial(take_terminal, os.ttyname(screen)),

@@ -1,6 +1,5 @@
 """The core alone: with parallel3d/extras removed, a run trains, saves, resumes and is exported."""
 
-import multiprocessing as mp
 import os
 import shutil
 import sys
@@ -9,8 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from parallel3d.verify import local_ranks
-from tests.launch.launching import PYTHON, Place, become, environment
+from tests.launch.launching import PYTHON, Place, become, environment, fork
 
 pytestmark = pytest.mark.drill
 
@@ -45,15 +43,13 @@ def run_command(package, words, folder, log):
     os._exit(program.main())
 
 
-def test_run_is_trained_resumed_and_exported(package, tmp_path):
+@pytest.mark.parametrize("is_resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_run_is_trained_resumed_and_exported(package, tmp_path, is_resumed):
     place = Place(tmp_path)
     log = tmp_path / "log.txt"
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(local_ranks.PRELOAD)
 
     def code_of(*words):
-        process = context.Process(target=run_command, args=(package, words, tmp_path, log))
-        process.start()
+        process = fork(run_command, package, words, tmp_path, log)
         process.join(200)
         process.kill()
         return process.exitcode
@@ -62,7 +58,9 @@ def test_run_is_trained_resumed_and_exported(package, tmp_path):
     for name in ("num_hidden_layers", "num_attention_heads"):
         settings += [f"--model.{name}", "2"]
     settings += ["--model.hidden_size", "32", "--data.sequence_length", "32", "--run.name", "core"]
-    assert code_of("train", *settings, "--train.stop_after", "2") == STOPPED, log.read_text()
+    settings += ["--train.evaluate_samples", "8"]
+    if is_resumed:
+        assert code_of("train", *settings, "--train.stop_after", "2") == STOPPED, log.read_text()
     assert code_of("train", *settings) == 0, log.read_text()
     assert [line["step"] for line in place.lines("core")] == [1, 2, 3]
     assert code_of("convert", "export", "runs/core", "--to", "exported") == 0, log.read_text()
