@@ -2,13 +2,10 @@
 
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +27,7 @@ from parallel3d.data.tokenizer import (
     tokenizer_directory,
     train_tokenizer,
 )
+from parallel3d.verify.local_ranks import run_locally
 from tests.data.documents import read_source, texts_of
 
 pytestmark = pytest.mark.gloo
@@ -65,17 +63,14 @@ def test_trained_tokenizer_decodes_its_encodings(trained):
     assert num_tokens(tokenizer) == len(tokenizer) == 300
 
 
+def train_on_rank(rank, pattern, directory):
+    train_tokenizer(texts_of(read_source("text", [pattern])), 300).save_pretrained(directory)
+
+
 def test_tokenizer_training_is_deterministic(folder, trained, tmp_path):
-    # In another process: hash seeds and thread timing differ there.
-    code = (
-        "import sys; from tests.data.documents import read_source, texts_of;"
-        "from parallel3d.data.tokenizer import train_tokenizer as train;"
-        "train(texts_of(read_source('text', [sys.argv[1]])), 300).save_pretrained(sys.argv[2])"
-    )
+    # In a process of another server: hash seeds and thread timing differ there.
     again = tmp_path / "again"
-    pattern = f"{folder}/**/*.txt"
-    here = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code, pattern, str(again)], check=True, cwd=here)
+    run_locally(train_on_rank, 1, f"{folder}/**/*.txt", again)
     names = sorted(path.name for path in again.iterdir())
     assert names == ["tokenizer.json", "tokenizer_config.json"]
     for path in again.iterdir():
