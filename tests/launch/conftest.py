@@ -23,8 +23,18 @@ def called(monkeypatch, capsys):
 
 @pytest.fixture
 def scaled(called, monkeypatch, tmp_path):
-    """Calls `scale` in an empty folder."""
-    from launch import scale
+    """Calls `scale` in an empty folder.
 
+    A fit searches from few starts, which is most of its time; tests/scaling has all of them.
+    """
+    from launch import scale
+    from parallel3d.extras.scaling import data_constrained
+    from parallel3d.extras.scaling.estimator import SumModel
+
+    starts = SumModel.starts
+    monkeypatch.setattr(
+        SumModel, "starts", lambda model, weights, each=None: starts(model, weights, 2)
+    )
+    monkeypatch.setattr(data_constrained, "_GRID", data_constrained._GRID[1::3])
     monkeypatch.chdir(tmp_path)
     return partial(called, scale.main, "scale.py")
