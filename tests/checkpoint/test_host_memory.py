@@ -24,7 +24,10 @@ from tests.checkpoint.saving import Named, saver_of
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
-SOURCE = Side((2, 2, 1), 3)
+# A rank on each of two hosts, and two.
+PAIR = Side((1, 2, 1), 3)
+FOUR = Side((2, 2, 1), 3)
+HOSTS = {PAIR: "ab", FOUR: "aabb"}
 NAME = "run-0123-4567"
 
 
@@ -39,25 +42,25 @@ def steps(root, host):
     return {p.name: p for p in root.glob(f"{host}/parallel3d-*/{NAME}/*")}
 
 
-def missing_bytes(rank, *_):
-    """Let a million bytes be missing on rank 3."""
-    return 10**6 if rank == 3 else 0
+def missing_bytes(is_last, *_):
+    """Let a million bytes be missing on the last rank."""
+    return 10**6 if is_last else 0
 
 
-def save_on_rank(rank, root):
+def save_on_rank(rank, side, root):
     """Save two steps in memory, and fail to save a third.
 
     Return the gathered states by step, the steps left in each host's memory, and the messages.
     """
     journal.open_journal(root)
-    trained = Trained(SOURCE, root)
+    trained = Trained(side, root)
     messages = []
     gathered = {}
-    memory = memory_of(trained.mesh, root / "hosts", "aabb")
+    memory = memory_of(trained.mesh, root / "hosts", HOSTS[side])
     saver = saver_of(trained, root / "disk", [memory], say=messages.append)
     write = disk.write_file
     missing = free_space.missing_disk_bytes
-    free_space.missing_disk_bytes = partial(missing_bytes, rank)
+    free_space.missing_disk_bytes = partial(missing_bytes, rank == side.world_size - 1)
     for _ in range(2):
         assert saver.save(state(0), memory) < 10
     free_space.missing_disk_bytes = missing
@@ -74,7 +77,8 @@ def save_on_rank(rank, root):
     trained.train(1)
     messages.append("and")
     # The file of rank 0 arrives on a full memory.
-    os.environ["PARALLEL3D_FAULT"] = "full checkpoint.before_write 3 2"
+    first = HOSTS[side].index("b")
+    os.environ["PARALLEL3D_FAULT"] = f"full checkpoint.before_write 3 {first}"
     saver.save(state(3), memory)
     saver.finish()
     del os.environ["PARALLEL3D_FAULT"]
@@ -99,11 +103,16 @@ def save_on_rank(rank, root):
     return gathered, steps_left, messages
 
 
+@pytest.fixture(scope="module", params=[PAIR, pytest.param(FOUR, marks=pytest.mark.slow)], ids=str)
+def source(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Two steps in the memory of two hosts of two ranks, with references; and the messages."""
+def saved(source, tmp_path_factory):
+    """Two steps in the memory of two hosts, with references; and the messages."""
     root = tmp_path_factory.mktemp("saved")
-    ranks = run_locally(save_on_rank, 4, root)
+    ranks = run_locally(save_on_rank, source.world_size, source, root)
     for step in (1, 2):
         parts = whole(part for gathered, _, _ in ranks for part in gathered[step])
         save_file(parts, root / f"reference-{step}.safetensors")
@@ -144,8 +153,8 @@ def flip(path):
     path.write_bytes(data)
 
 
-def shard(root, host, step, rank):
-    return steps(root, host)[f"step-{step}"] / f"shard-{rank:05d}-of-00004.safetensors"
+def shard(root, host, step, rank, num_ranks):
+    return steps(root, host)[f"step-{step}"] / f"shard-{rank:05d}-of-{num_ranks:05d}.safetensors"
 
 
 def rejections(folder):
@@ -154,22 +163,27 @@ def rejections(folder):
     return [(line["step"], line["file"]) for line in lines if line["event"] == "copy_rejected"]
 
 
-def damage(root, case):
-    """A copy of the two hosts' memory that has lost something; the step that is left."""
+def damage(root, case, source):
+    """A copy of the two hosts' memory that has lost something; the step that is left.
+
+    The newest step loses a file of the last rank of the first host, the older one of the last rank.
+    """
     folder = root / case
+    last = source.world_size - 1
+    beside = last // 2
     shutil.copytree(root / "kept", folder)
     if case in ("host", "both-hosts"):
         shutil.rmtree(folder / "b")
     if case == "both-hosts":
         shutil.rmtree(folder / "a")
     if case.startswith("own"):
-        flip(shard(folder, "a", 2, 1))
+        flip(shard(folder, "a", 2, beside, source.world_size))
     if case in ("own-and-peer", "all"):
-        flip(shard(folder, "b", 2, 1))
+        flip(shard(folder, "b", 2, beside, source.world_size))
     if case == "all":
-        flip(shard(folder, "a", 2, 1))
-        flip(shard(folder, "a", 1, 3))
-        flip(shard(folder, "b", 1, 3))
+        flip(shard(folder, "a", 2, beside, source.world_size))
+        flip(shard(folder, "a", 1, last, source.world_size))
+        flip(shard(folder, "b", 1, last, source.world_size))
     if case == "manifest":
         flip(steps(folder, "b")["step-2"] / "manifest.json")
     if case == "state":
@@ -188,32 +202,39 @@ CASES = {  # the whole memory, on another mesh too: test_other_meshes_and_hosts_
 }
 
 
-def test_newest_complete_step_survives_each_loss(two_steps):
+def test_newest_complete_step_survives_each_loss(two_steps, source):
     for case in CASES:
-        damage(two_steps, case)
-    cases = [(case, "aabb") for case in CASES]
-    ranks = run_locally(load_on_rank, 4, SOURCE, two_steps, cases)
+        damage(two_steps, case, source)
+    cases = [(case, HOSTS[source]) for case in CASES]
+    size = source.world_size
+    ranks = run_locally(load_on_rank, size, source, two_steps, cases)
     for case, *results in zip(CASES, *ranks, strict=True):
         assert {step for step, _, _ in results} == {CASES[case]}, (case, results)
         assert all(wrong == [] for _, wrong, _ in results), (case, results)
-    name = "shard-00001-of-00004.safetensors"
+    name = shard(two_steps / "own", "a", 2, (size - 1) // 2, size).name
     assert rejections(two_steps / "own") == [(2, name)]
     assert rejections(two_steps / "own-and-peer") == [(2, name)] * 2
     assert len(rejections(two_steps / "all")) == 4
     assert rejections(two_steps / "manifest") == [(2, "manifest.json")]
     assert rejections(two_steps / "state") == [(2, "state.json")]
-    (text,) = ranks[3][[*CASES].index("own-and-peer")][2]
+    (text,) = ranks[-1][[*CASES].index("own-and-peer")][2]
     assert text == f"step-2 in memory is rejected: no host has an intact copy of {name}"
     # What a host had lost and its ranks read is there again, with its manifest.
-    for case, host in (("host", "b"), ("own", "a"), ("manifest", "b")):
-        assert all(shard(two_steps / case, host, 2, rank).exists() for rank in (1, 2))
+    last_of_a = size // 2 - 1
+    first_of_b = size // 2
+    for case, host, rank in (
+        ("host", "b", first_of_b),
+        ("own", "a", last_of_a),
+        ("manifest", "b", first_of_b),
+    ):
+        assert shard(two_steps / case, host, 2, rank, size).exists()
         assert (steps(two_steps / case, host)["step-2"] / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(
     ("side", "hosts"),
     [
-        (Side((1, 2, 1), 1), "ab"),
+        (Side((2, 1, 1), 1), "ab"),
         pytest.param(Side((1, 1, 2), 0), "ca", marks=pytest.mark.slow),
         pytest.param(Side((1, 2, 2), 3), "bbbb", marks=pytest.mark.slow),
         pytest.param(Side((2, 1, 2), 1), "abca", marks=pytest.mark.slow),
@@ -242,12 +263,14 @@ def test_other_meshes_and_hosts_read_the_copies(two_steps, side, hosts):
         assert len(results[2][2]) == 2 and results[3][2] == []
 
 
-def test_host_without_room_keeps_its_steps_and_the_run_continues(saved):
+def test_host_without_room_keeps_its_steps_and_the_run_continues(saved, source):
     root, steps_left, messages = saved
-    assert steps_left == [{"a": ["step-2"], "b": ["step-2"]}] * 4
+    assert steps_left == [{"a": ["step-2"], "b": ["step-2"]}] * source.world_size
     first, second = "\n".join(messages[0]).split("\nand\n")
     assert first.startswith("NOT SAVED IN MEMORY: ") and first.count("missing on a host") == 1
-    assert second.startswith("NOT SAVED IN MEMORY: rank 2: No space left on device")
+    assert second.startswith(
+        f"NOT SAVED IN MEMORY: rank {source.world_size // 2}: No space left on device"
+    )
     events = [*map(json.loads, (root / "events.jsonl").read_text().splitlines())]
     assert [e["tier"] for e in events if e["event"] == "not_saved"] == ["memory"] * 2, events
     for host in "ab":
