@@ -71,20 +71,26 @@ def owners_on_rank(rank, cases):
     return owners
 
 
-def test_groups_of_ranks_that_divide_experts():
+# Meshes of 8 ranks, ranks that divide the experts, and ranks of a copy of the shards.
+EXPERTS = [((2, 2, 2), 2, None), ((1, 8, 1), 2, 4), ((1, 4, 2, 1), 2, 2)]
+MORE_EXPERTS = [
+    ((1, 8, 1), 4, None),
+    ((1, 2, 2, 2), 2, None),
+    ((2, 4, 1), 4, None),
+    ((1, 8, 1), 1, 4),
+    ((2, 4, 1), 1, 2),
+    ((2, 2, 2), 1, 1),
+    ((1, 8, 1), 2, 8),
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [EXPERTS, pytest.param(MORE_EXPERTS, marks=pytest.mark.slow)],
+    ids=["few", "more"],
+)
+def test_groups_of_ranks_that_divide_experts(cases):
     """Neighbours along dp own different experts; the others at the same place own the same ones."""
-    cases = [
-        ((2, 2, 2), 2, None),
-        ((1, 8, 1), 4, None),
-        ((1, 2, 2, 2), 2, None),
-        ((2, 4, 1), 4, None),
-        ((1, 8, 1), 1, 4),
-        ((1, 8, 1), 2, 4),
-        ((2, 4, 1), 1, 2),
-        ((2, 2, 2), 1, 1),
-        ((1, 4, 2, 1), 2, 2),
-        ((1, 8, 1), 2, 8),
-    ]
     ranks = run_locally(owners_on_rank, 8, cases)
     for number, (size, ep, shards) in enumerate(cases):
         pp, dp, cp, tp = sizes_of(size)
@@ -119,10 +125,12 @@ def test_hosts_that_disagree_about_the_copies_are_refused_by_all_ranks():
     "sizes",
     [
         [(1, 1, 1)],
-        [(2, 1, 2), (1, 4, 1), (4, 1, 1)],
+        pytest.param([(2, 1, 2), (1, 4, 1), (4, 1, 1)], marks=pytest.mark.slow),
         [(3, 2, 1), (1, 3, 2)],
-        [(2, 2, 2), (4, 1, 2), (1, 2, 4)],
-        [(1, 1, 4, 1), (1, 1, 2, 2), (2, 1, 2, 1), (1, 2, 2, 1)],
+        pytest.param([(2, 2, 2), (4, 1, 2), (1, 2, 4)], marks=pytest.mark.slow),
+        pytest.param(
+            [(1, 1, 4, 1), (1, 1, 2, 2), (2, 1, 2, 1), (1, 2, 2, 1)], marks=pytest.mark.slow
+        ),
         [(1, 2, 2, 2), (2, 1, 2, 2)],
     ],
     ids=str,

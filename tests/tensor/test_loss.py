@@ -140,7 +140,7 @@ def check_on_rank(rank, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1, 1, 4)
 
 # The failing example is in the message: shrinking it would take minutes.
 @settings(max_examples=1, deadline=None, phases=[Phase.generate], database=None)
-@given(examples=st.lists(SIZES, min_size=3, max_size=3, unique=True))
+@given(examples=st.lists(SIZES, min_size=2, max_size=2, unique=True))
 def test_losses_equal_those_of_plain_torch(examples):
     passed = run_locally(check_on_rank, 4, examples, torch.float64, timeout=60)
     assert passed == [3 * len(CHECKS) * len(examples)] * 4

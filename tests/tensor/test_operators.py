@@ -141,6 +141,7 @@ def inductor_of(kernels):
     return lambda graph, inputs: compile_fx(graph, inputs, inner_compile=kernels)
 
 
+@pytest.mark.slow  # that graphs are made and used: test_compiled.py
 def test_most_operators_of_a_block_are_between_products():
     """Two norms, rotary positions and SwiGLU: 66 operators in 8 graphs, as inductor is given."""
     ((before, outside, calls, _),) = run_locally(count_on_rank, 1, False, timeout=60)
