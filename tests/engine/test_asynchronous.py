@@ -24,8 +24,8 @@ OVERFLOW_12 = "item", f"{ZERO}stage_1_and_2.py:has_overflow"
 OVERFLOW_3 = "item", f"{ZERO}stage3.py:has_overflow"
 # ZeRO-3 lets the host be two gathers ahead. This model's modules gather so often a microbatch:
 # and with their forwards run again
-GATHERS = 82
-AGAIN = 30
+GATHERS = 34
+AGAIN = 10
 ONCE = {"reduction": "per_step"}
 OFTEN = {"reduction": "per_microbatch"}
 FULL = {"checkpointing": "full"}
@@ -36,12 +36,13 @@ NORM_3 = {INVALID: 1}
 IN_PASSES_3 = {FETCH: GATHERS * MICROBATCHES, BUCKET: 1, REDUCED: 1}
 # Weights that the program gathers need no wait of DeepSpeed's, and none is kept whole.
 GATHERED = {"weights": "per_step", "thresholds": True}
+# Under ZeRO-1 a whole run counts its waits by default: tests/train/test_host_reads.py.
 CASES = {
-    "zero1": (1, ONCE, {}, NORM_12),
     "zero3": (3, ONCE, IN_PASSES_3, NORM_3),
     "zero3 gathered": (3, GATHERED, {BUCKET: 1, REDUCED: 1}, NORM_3),
 }
 MORE = {
+    "zero1": (1, ONCE, {}, NORM_12),
     "zero0": (0, ONCE, {}, NORM_12),
     "zero1 often": (1, OFTEN, {}, NORM_12),
     "zero2": (2, ONCE, {}, NORM_12),
@@ -102,6 +103,7 @@ def case_of(stage, kinds):
         batch=4,
         steps=4,
         zero_stage=stage,
+        model={"num_hidden_layers": 1},
         **kinds,
     )
 

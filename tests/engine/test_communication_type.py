@@ -12,6 +12,7 @@ pytestmark = pytest.mark.gloo
 
 REDUCES = ("all_reduce", "reduce_scatter")
 UNTIED = {"mesh": (1, 2, 1), "tied": False, "microbatches": 2, "batch": 8, "precision": "bf16"}
+UNTIED["model"] = {"num_hidden_layers": 1}
 CASES = {
     "zero 1": Case(zero_stage=1, **UNTIED),
     "zero 3": Case(weights="per_step", **UNTIED),

@@ -111,7 +111,8 @@ def worst_of(cases, folder, fault=nullcontext):
 
 
 # The meshes of the parity table's default tier, and two more.
-ONE = [CASE, replace(CASE, zero_stage=3, offload="cpu")]
+ONE = [replace(CASE, zero_stage=3, offload="cpu")]
+ONE_MORE = [CASE]
 TWO = [replace(CASE, mesh=(1, 2, 1), zero_stage=0), replace(CASE, mesh=(2, 1, 1))]
 OFFLOADED = [
     replace(CASE, mesh=(1, 2, 1), zero_stage=2, offload="cpu"),
@@ -139,11 +140,12 @@ EIGHT = [
     [
         ONE,
         TWO,
+        pytest.param(ONE_MORE, marks=pytest.mark.slow),
         pytest.param(OFFLOADED, marks=pytest.mark.slow),
         pytest.param(FOUR, marks=pytest.mark.slow),
         pytest.param(EIGHT, marks=pytest.mark.slow),
     ],
-    ids=["one rank", "two ranks", "offloaded", "four ranks", "eight ranks"],
+    ids=["one rank", "two ranks", "zero1", "offloaded", "four ranks", "eight ranks"],
 )
 def test_average_equals_that_of_one_process(cases, tmp_path):
     assert max(worst_of(cases, tmp_path)) < BOUND
@@ -242,7 +244,13 @@ def also_when_skipped(states, optimizer, decay):
     follow(states._zero.optimizer, decay, torch.clone)
 
 
-@pytest.mark.parametrize("how", [before_the_update, towards_bf16, also_when_skipped])
+@pytest.mark.parametrize(
+    "how",
+    [
+        before_the_update,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (towards_bf16, also_when_skipped)),
+    ],
+)
 def test_planted_fault_is_seen(how, tmp_path):
     case = CASE
     if how is also_when_skipped:  # the refused step is one after which the average is due

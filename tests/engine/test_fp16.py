@@ -90,7 +90,7 @@ def assert_follows_fp32(case):
 @pytest.mark.parametrize(
     ("mesh", "stage", "reduction"),
     [
-        ((1, 1, 1), 0, "per_step"),
+        pytest.param((1, 1, 1), 0, "per_step", marks=pytest.mark.slow),
         pytest.param((1, 2, 1), 2, "per_microbatch", marks=pytest.mark.slow),
         pytest.param((1, 1, 2), 1, "per_step", marks=pytest.mark.slow),
         ((2, 1, 1), 3, "per_microbatch"),
@@ -258,11 +258,16 @@ def counting_looks():
 
 @pytest.mark.parametrize(
     ("mesh", "stage", "offload"),
-    [((1, 2, 1), 1, "none"), ((2, 1, 1), 2, "cpu"), ((1, 1, 2), 0, "none")],
+    [
+        pytest.param((1, 2, 1), 1, "none", marks=pytest.mark.slow),
+        ((2, 1, 1), 2, "cpu"),
+        ((1, 1, 2), 0, "none"),
+    ],
     ids=str,
 )
 def test_norm_alone_skips_a_step_of_bf16(mesh, stage, offload):
     settings = {"batch": 8, "microbatches": 2, "precision": "bf16", "steps": 4}
+    settings["model"] = {"num_hidden_layers": 2}
     case = Case(mesh, zero_stage=stage, offload=offload, **settings)
     ranks = run_locally(train, 2, case, (2, 1), counting_looks)
     for steps in ranks:

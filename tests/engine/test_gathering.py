@@ -23,7 +23,7 @@ BREADTH = Case(
     steps=2,
 )
 MOVES = ("all_gather", "reduce_scatter")
-GPIPE = Case(mesh=(2, 2, 1), weights="per_pass", steps=2)
+GPIPE = Case(mesh=(1, 2, 1), weights="per_pass", steps=2, model={"num_hidden_layers": 2})
 
 
 def second_steps(rank, cases):
@@ -45,7 +45,17 @@ def second_step(case):
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", [GPIPE, pytest.param(BREADTH, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        GPIPE,
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (BREADTH, replace(GPIPE, mesh=(2, 2, 1)))
+        ),
+    ],
+    ids=str,
+)
 def test_bytes_of_a_step_do_not_grow_with_microbatches(case, precision):
     """Weights at most twice, gradients (fp32) once: 8 bytes a parameter and step in bf16."""
     size = {"fp32": 4, "bf16": 2}[precision]
@@ -53,13 +63,15 @@ def test_bytes_of_a_step_do_not_grow_with_microbatches(case, precision):
     for (few, numel), (many, _) in run_locally(second_steps, case.world_size, cases):
         assert few == many
         assert few.keys() == set(MOVES)
-        passes = 1 if case is GPIPE else 2  # gpipe's passes follow each other: held over both
+        passes = (
+            1 if case.schedule == "gpipe" else 2
+        )  # gpipe's passes follow each other: held over both
         assert few["all_gather"] <= passes * size * numel
         assert few["reduce_scatter"] == 4 * numel
 
 
 def test_each_microbatch_gathers_twice_if_weights_are_not_kept():
-    case = replace(GPIPE, mesh=(1, 2, 1), batch=8, weights="per_microbatch")
+    case = replace(GPIPE, batch=8, weights="per_microbatch")
     for ((moved, numel),) in run_locally(second_steps, 2, [case]):
         assert moved["all_gather"] > 7 * 4 * numel  # four microbatches, forward and backward
 
@@ -100,7 +112,8 @@ def test_breadth_first_holds_weights_of_two_stages_at_most():
 @pytest.mark.usefixtures("operators")
 def test_kept_weights_match_one_process():
     """What is kept whole; all else is in tests/verify/test_parity.py."""
-    case = Case(mesh=(1, 2, 1), weights="per_step", reduction="per_microbatch", thresholds=True)
+    sizes = {"mesh": (1, 2, 1), "batch": 8, "microbatches": 2}
+    case = Case(weights="per_step", reduction="per_microbatch", thresholds=True, **sizes)
     errors = measure(case)
     assert errors.within(1e-5), errors
 

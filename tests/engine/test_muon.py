@@ -114,8 +114,11 @@ def self_tests(rank, shape, modes):
 
 
 @pytest.mark.usefixtures("cpu_adam")
-def test_self_test_passes_in_half_precision():
-    assert run_locally(self_tests, 4, (1, 2, 2), MODES) == [len(MODES)] * 4
+@pytest.mark.parametrize(
+    "modes", [MODES[::3], pytest.param(MODES[1:3], marks=pytest.mark.slow)], ids=["0, 3", "1, 2"]
+)
+def test_self_test_passes_in_half_precision(modes):
+    assert run_locally(self_tests, 4, (1, 2, 2), modes) == [len(modes)] * 4
 
 
 def traffic_on_rank(rank, case):

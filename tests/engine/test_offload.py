@@ -140,6 +140,13 @@ def test_two_engines_do_not_share_files(tmp_path):
     case = small("param-nvme", tmp_path, mesh=(1, 2, 1), model=model)
     results = run_locally(train_first_of_two, 2, case, case.reference, False)
     assert errors_of(case.config, results).within(1e-5)
+
+
+@on_nvme
+@unpatched
+def test_two_engines_in_one_folder_fail(tmp_path):
+    model = {"num_hidden_layers": 1}
+    case = small("param-nvme", tmp_path, mesh=(1, 2, 1), model=model)
     with pytest.raises(RankFailed):  # the second one's start removes the first one's files
         run_locally(train_first_of_two, 2, case, case.reference, True, quiet=True)
 
@@ -182,7 +189,8 @@ def test_offloaded_state_is_not_in_memory_and_files_are_removed(tmp_path):
 
 @on_nvme
 def test_parameters_stay_in_host_memory_up_to_max_in_cpu(tmp_path):
-    case = small("param-nvme", tmp_path, {"offload_param.max_in_cpu": 10**6}, mesh=(1, 2, 1))
+    sizes = {"mesh": (1, 2, 1), "model": {"num_hidden_layers": 1}}
+    case = small("param-nvme", tmp_path, {"offload_param.max_in_cpu": 10**6}, **sizes)
     for _, _, elements, held in run_locally(files_and_memory, 2, case):
         assert held["parameters"] >= 4 * elements
 
@@ -223,7 +231,7 @@ def build_on(rank, case, bad_rank=None):
 
 
 @on_nvme
-@pytest.mark.parametrize("offload", ["nvme", "param-nvme"])
+@pytest.mark.parametrize("offload", ["nvme", pytest.param("param-nvme", marks=pytest.mark.slow)])
 def test_missing_folder_is_a_config_error(offload, tmp_path):
     setting = "offload_param" if "param" in offload else "offload_optimizer"
     expected = rf'zero_optimization.{setting}.nvme_path = ".*nowhere": rank 0 cannot write there'

@@ -15,6 +15,7 @@ from parallel3d.tensor.cut import Cut, cut_parameter, held_parameters
 from parallel3d.tensor.initialise import fill
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import NO_THRESHOLDS
+from tests.cases import unpatched
 from tests.engine.settings import settings_of
 
 pytestmark = pytest.mark.gloo
@@ -98,32 +99,41 @@ def plain_training(dp):
     return norms, {name: w.detach() for name, w in weights.items()}
 
 
-@pytest.mark.parametrize(
-    ("stage", "reduction"),
-    [
-        (0, "per_step"),
-        (1, "per_microbatch"),
-        (3, "per_microbatch"),
-        pytest.param(3, "per_step", marks=pytest.mark.slow),
-        pytest.param(0, "per_microbatch", marks=pytest.mark.slow),
-        pytest.param(1, "per_step", marks=pytest.mark.slow),
-    ],
-)
-def test_partial_gradients_are_summed_over_tp_once_a_step(stage, reduction):
-    settings = settings_of(
+def settings_for(stage, reduction):
+    return settings_of(
         BATCH,
         zero_stage=stage,
         gradient_reduction=reduction,
         params={"eps": 1.0},
         zero=NO_THRESHOLDS | {"reduce_bucket_size": 2**12},
     )
+
+
+@pytest.mark.parametrize(
+    ("stage", "reduction"),
+    [
+        (0, "per_step"),
+        (3, "per_microbatch"),
+        pytest.param(1, "per_microbatch", marks=pytest.mark.slow),
+        pytest.param(3, "per_step", marks=pytest.mark.slow),
+        pytest.param(0, "per_microbatch", marks=pytest.mark.slow),
+        pytest.param(1, "per_step", marks=pytest.mark.slow),
+    ],
+)
+def test_partial_gradients_are_summed_over_tp_once_a_step(stage, reduction):
+    settings = settings_for(stage, reduction)
     wanted_norms, wanted = plain_training(dp=2)
     for norms, weights, calls in run_locally(sum_partial, 4, 2, settings, True):
         assert norms == pytest.approx(wanted_norms, rel=1e-5)
         for name, value in weights.items():
             assert torch.allclose(value, wanted[name], atol=1e-6), name
         assert calls == 1
-    if stage == 3:
-        for norms, _, calls in run_locally(sum_partial, 4, 2, settings, False):
-            assert norms[0] < 0.9 * wanted_norms[0]
-            assert calls == 0
+
+
+@unpatched
+def test_partial_gradients_stay_partial_without_their_sum():
+    settings = settings_for(3, "per_microbatch")
+    wanted_norms, _ = plain_training(dp=2)
+    for norms, _, calls in run_locally(sum_partial, 4, 2, settings, False):
+        assert norms[0] < 0.9 * wanted_norms[0]
+        assert calls == 0

@@ -239,7 +239,7 @@ def gradients(rank, ways):
 
 def gradient(microbatches, precision, in_fp32):
     in_their_type = patch.object(core, "accumulate_in_fp32", lambda held: None)
-    sizes = {"steps": 1, "batch": 64, "model": {"num_hidden_layers": 1}}
+    sizes = {"steps": 1, "batch": 32, "model": {"num_hidden_layers": 1}}
     with nullcontext() if in_fp32 else in_their_type:
         trainer = Trainer(Case(precision=precision, microbatches=microbatches, **sizes))
     flat = []
@@ -307,8 +307,9 @@ def rounded_by_the_reduction(rank, cases):
 def test_sums_of_microbatches_reach_the_optimizer_in_fp32():
     """DeepSpeed copies them into buckets of the weights' type: 2e-3 of the norm is lost."""
     settings = [(0, "none"), (1, "cpu"), (2, "none"), (3, "none")]
+    sizes = {"steps": 1, "batch": 8, "model": {"num_hidden_layers": 1}}
     cases = [
-        Case(zero_stage=stage, offload=offload, precision="bf16", steps=1, batch=8)
+        Case(zero_stage=stage, offload=offload, precision="bf16", **sizes)
         for stage, offload in settings
     ]
     [kept] = run_locally(rounded_by_the_reduction, 1, cases)

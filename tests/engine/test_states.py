@@ -87,8 +87,8 @@ def pieces(rank, case):
 @pytest.mark.parametrize(
     "case",
     [
-        replace(TWO, zero_stage=0),
-        pytest.param(replace(TWO, zero_stage=1), marks=pytest.mark.slow),
+        # Copies of one state by default: tests/checkpoint/test_checksums.py.
+        *(pytest.param(replace(TWO, zero_stage=stage), marks=pytest.mark.slow) for stage in (0, 1)),
         replace(TWO, zero_stage=2, offload="cpu"),
         TWO,
         # Parts of tp ranks by default: tests/checkpoint/test_resharding.py.
@@ -213,11 +213,11 @@ def test_resumed_run_is_bitwise_equal_in_full(
 @pytest.mark.parametrize(
     ("name", "how", "sees"),
     [
-        ("zero1", resuming.no_finish, "results"),
+        pytest.param("zero1", resuming.no_finish, "results", marks=pytest.mark.slow),
         pytest.param("zero3 bf16", resuming.no_finish, "results", marks=pytest.mark.slow),
         ("zero3", resuming.no_counters, "master"),
         pytest.param("zero3+cpu", resuming.no_counters, "master", marks=pytest.mark.slow),
-        ("zero3 fp16", resuming.no_counters, "counters"),
+        pytest.param("zero3 fp16", resuming.no_counters, "counters", marks=pytest.mark.slow),
     ],
 )
 def test_forgotten_state_is_detected(name, how, sees, tmp_path):

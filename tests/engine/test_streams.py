@@ -9,7 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from parallel3d.engine.quirks import streams
 from parallel3d.verify.local_ranks import run_locally
 from tests.asynchronous import asynchronous
-from tests.cases import Case, Trainer
+from tests.cases import Case, Trainer, unpatched
 
 pytestmark = pytest.mark.gloo
 
@@ -31,7 +31,7 @@ def freed_on_rank(rank, case, has_remedy):
     return waits.frees.total(), waits.frees.unsafe
 
 
-@pytest.mark.parametrize("has_remedy", [True, False])
+@pytest.mark.parametrize("has_remedy", [True, pytest.param(False, marks=unpatched)])
 def test_gradient_lives_until_its_reduction_has_read_it(has_remedy):
     *others, last = run_locally(freed_on_rank, 5, FIVE, has_remedy)
     assert all(freed and not unsafe for freed, unsafe in others)
@@ -140,7 +140,8 @@ def gathers_on_rank(rank, case):
     return events
 
 
-ONE_MICROBATCH = Case(mesh=(1, 2, 1), batch=2, microbatches=1, steps=2)
+ONE_LAYER = {"num_hidden_layers": 1}
+ONE_MICROBATCH = Case(mesh=(1, 2, 1), batch=2, microbatches=1, steps=2, model=ONE_LAYER)
 
 
 def test_gathers_wait_for_the_update():
@@ -170,7 +171,7 @@ def priorities_on_rank(rank, cases):
 
 def test_reductions_run_on_an_urgent_stream():
     overlap = {"zero_optimization.overlap_comm": True}
-    cases = [Case(zero_stage=stage, changes=overlap) for stage in (1, 3)]
+    cases = [Case(zero_stage=stage, changes=overlap, model=ONE_LAYER) for stage in (1, 3)]
     assert run_locally(priorities_on_rank, 1, cases) == [[-1, -1]]
 
 
@@ -183,6 +184,7 @@ def test_nvme_read_waits_for_the_previous_copy(tmp_path):
         folder=str(tmp_path),
         batch=8,
         steps=1,
+        model=ONE_LAYER,
     )
     assert all(run_locally(waits_on_rank, 2, case))
 

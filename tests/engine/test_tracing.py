@@ -56,6 +56,10 @@ def fetches(rank, cases, traced):
     return counts
 
 
+# By default two stages of each rank take turns without a pipeline.
+SMALL = replace(
+    CASE, mesh=(1, 2, 1), schedule="breadth_first", batch=8, model={"num_hidden_layers": 4}
+)
 CASES = [
     CASE,
     replace(CASE, schedule="gpipe", stages_per_rank=1),
@@ -64,11 +68,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "cases", [CASES[:1], pytest.param(CASES[1:], marks=pytest.mark.slow)], ids=["one", "others"]
+    "cases", [[SMALL], pytest.param(CASES, marks=pytest.mark.slow)], ids=["one", "others"]
 )
 def test_pass_waits_only_for_its_first_module(cases):
     """A fetch that nobody sent for ahead is one for each pass of a stage, at most."""
-    for ranks in run_locally(fetches, 4, cases, True):
+    for ranks in run_locally(fetches, cases[0].world_size, cases, True):
         for case, seen in zip(cases, ranks, strict=True):
             passes = case.microbatches * case.stages_per_rank
             for way in ("forward", "backward"):
@@ -91,7 +95,11 @@ def test_nearly_all_modules_wait_without_a_trace_per_pass():
             assert ahead < 0.1 * waited, seen
 
 
-@pytest.mark.parametrize("case", [CASE, pytest.param(CASES[2], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [SMALL, *(pytest.param(case, marks=pytest.mark.slow) for case in (CASE, CASES[2]))],
+    ids=str,
+)
 def test_traced_training_matches_one_process(case):
     errors = measure(case)
     assert errors.within(1e-5), errors

@@ -28,6 +28,7 @@ BY_DEFAULT = [
     *(replace(CASE, reduction=mode) for mode in MODES),
     replace(CASE, zero_stage=1, reduction="per_step"),
     replace(CASE, precision="bf16", offload="cpu"),
+    replace(CASE, checkpointing="full"),
 ]
 
 
@@ -86,16 +87,21 @@ def assert_share(held, sizes, bytes_each, dp=2):
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "schedule"),
+    "case",
     [
-        pytest.param("none", "gpipe", marks=pytest.mark.slow),
-        ("full", "one_f_one_b"),
-        pytest.param("none", "one_f_one_b", marks=pytest.mark.slow),
-        pytest.param("full", "gpipe", marks=pytest.mark.slow),
+        BY_DEFAULT[-1],
+        *(
+            pytest.param(
+                replace(PIPELINED, schedule=schedule, checkpointing=checkpointing),
+                marks=pytest.mark.slow,
+            )
+            for checkpointing in ("none", "full")
+            for schedule in ("gpipe", "one_f_one_b")
+        ),
     ],
+    ids=str,
 )
-def test_at_most_two_layers_are_gathered(schedule, checkpointing):
-    case = replace(PIPELINED, schedule=schedule, checkpointing=checkpointing)
+def test_at_most_two_layers_are_gathered(case):
     for rank, (sizes, _, peaks) in enumerate(measured(case)):
         layer = sizes["layer"]
         stage = sizes["stage"]

@@ -23,6 +23,7 @@ def without_the_mean():
         yield
 
 
+@pytest.mark.slow  # parity with one process has ZeRO-0 on two replicas
 def test_norm_is_wrong_without_the_mean_over_replicas():
     case = Case(mesh=(1, 2, 1), zero_stage=0, **SMALL)
     errors = measure(case, without_the_mean)
@@ -66,7 +67,7 @@ def held_at(stage, reduction="auto"):
         steps=1,
         batch=8,
         microbatches=2,
-        model={"num_hidden_layers": 6},
+        model={"num_hidden_layers": 4},
         changes={"zero_optimization.reduce_bucket_size": 2**12},
     )
     return run_locally(bytes_held, 4, case)[0]
