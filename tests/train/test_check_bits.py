@@ -85,7 +85,8 @@ BITS = [0, 12, 22, 23, 30, 31]
 
 
 def settings(**more):
-    return {"batch": 12, "microbatches": 2, "steps": CLEAN} | more
+    sizes = {"batch": 12, "microbatches": 2, "steps": CLEAN, "model": {"num_hidden_layers": 2}}
+    return sizes | more
 
 
 def test_replicas_over_dp():

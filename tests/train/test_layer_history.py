@@ -19,9 +19,10 @@ from tests.verify.measuring import number_anew
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
-STEPS = 58
-AT = 46  # steps before the planted one
-ASKED = 50
+STEPS = 34
+AT = 22  # steps before the planted one
+ASKED = 26
+HISTORY = 24
 
 
 # What is planted, on a rank.
@@ -132,12 +133,13 @@ def config(tmp_path_factory):
             "parallel3d.train.lr_schedule": {"type": "constant"},
             "parallel3d.train.steps": STEPS,
             "parallel3d.train.spike_score": 4,
+            "parallel3d.train.layer_history": HISTORY,
             "parallel3d.checkpoint.every": 0,
             "parallel3d.pipeline.activation_checkpointing": "none",
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 1.0,
-            "optimizer.params.lr": 2e-3,
+            "optimizer.params.lr": 4e-3,
         },
     )
 
@@ -148,9 +150,9 @@ def named(raw, name, **changes):
 
 
 WORDS = {
-    "batch": "update left its range: a bad batch (samples from 184 on)",
-    "fast": "blocks.2 left its own range first, at step 47: its norm of the update",
-    "overflow": "blocks.1 left its own range first, at step 47: its largest output is not finite",
+    "batch": "update left its range: a bad batch (samples from 88 on)",
+    "fast": "blocks.2 left its own range first, at step 23: its norm of the update",
+    "overflow": "blocks.1 left its own range first, at step 23: its largest output is not finite",
 }
 
 
@@ -186,14 +188,14 @@ def test_planted_cause_is_named(name, ends):
     assert record["reason"] in printed[0]
     # The file is written again with the steps after the event, unless the run is over before.
     last = event if event + AFTER > STEPS or name == "overflow" else event + AFTER
-    assert record["steps"] == [*range(max(1, last - 49), last + 1)]
+    assert record["steps"] == [*range(max(1, last + 1 - HISTORY), last + 1)]
     assert record["layers"][0] == "embedding" and len(record["layers"]) == 6
     if name == "overflow":
         place = record["steps"].index(event)
         outputs = record["largest_output"][place]
         # Layers before it are finite; the last one's output is the loss.
         assert [value is None for value in outputs] == [False, False, True, True, True, False]
-        assert all("nan at step 47" in end.error for end in ended)
+        assert all("nan at step 23" in end.error for end in ended)
 
 
 CASES = [

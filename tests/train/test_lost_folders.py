@@ -63,10 +63,13 @@ def _change(cache, size):
 
 LOST = [
     ("lost-cache", lose, "cache"),
-    ("replaced-run", replace, "runs/replaced-run"),
     ("lost-tokenizer", lose, "runs/lost-tokenizer/tokenizer"),
 ]
-OTHERS = [("moved-cache", move, "cache"), ("lost-run", lose, "runs/lost-run")]
+OTHERS = [
+    ("moved-cache", move, "cache"),
+    ("lost-run", lose, "runs/lost-run"),
+    ("replaced-run", replace, "runs/replaced-run"),
+]
 
 
 @pytest.mark.parametrize("cases", [LOST, pytest.param(OTHERS, marks=pytest.mark.slow)])

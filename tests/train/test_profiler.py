@@ -155,9 +155,10 @@ def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
     assert lanes[2].spans()[0].start == pytest.approx(95.5, abs=1e-4)
 
 
-def profile_chosen_ranks(rank, folder, ranks):
-    """Profile one step on a mesh of 1 x 2 x 2."""
-    trainer = Trainer(Case(mesh=(1, 2, 2), microbatches=1, steps=1))
+def profile_chosen_ranks(rank, folder, mesh, ranks):
+    """Profile one step on a mesh."""
+    model = {"num_hidden_layers": 1}
+    trainer = Trainer(Case(mesh=mesh, microbatches=1, steps=1, model=model))
     chosen = ProfileConfig(start=0, ranks=ranks)
     recorder = profiler.Profiler(chosen, trainer.mesh, trainer.executor, run=Path(folder))
     (batch,) = trainer.batches()
@@ -172,16 +173,21 @@ def events_in(profile):
 
 
 @pytest.mark.parametrize(
-    "ranks", ["auto", *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ("all", [3]))]
+    ("mesh", "ranks"),
+    [
+        ((1, 2, 1), "auto"),
+        *(pytest.param((1, 2, 2), r, marks=pytest.mark.slow) for r in ("auto", "all", [3])),
+    ],
+    ids=str,
 )
-def test_chosen_ranks_are_profiled(tmp_path, ranks):
+def test_chosen_ranks_are_profiled(tmp_path, mesh, ranks):
     """By default one of each pipeline and tensor coordinate: those of dp 0."""
-    dp_coords, has_trace = zip(
-        *run_locally(profile_chosen_ranks, 4, str(tmp_path), ranks), strict=True
-    )
-    in_dp_0 = [rank for rank in range(4) if dp_coords[rank] == 0]
-    expected = {"auto": in_dp_0, "all": [0, 1, 2, 3]}.get(str(ranks), [3])
-    assert [rank for rank in range(4) if has_trace[rank]] == expected and len(in_dp_0) == 2
+    every = range(2 * mesh[2])
+    results = run_locally(profile_chosen_ranks, len(every), str(tmp_path), mesh, ranks)
+    dp_coords, has_trace = zip(*results, strict=True)
+    in_dp_0 = [rank for rank in every if dp_coords[rank] == 0]
+    expected = {"auto": in_dp_0, "all": [*every]}.get(str(ranks), [3])
+    assert [rank for rank in every if has_trace[rank]] == expected and len(in_dp_0) == mesh[2]
     folder = tmp_path / "profile"
     traces = {path.name for path in folder.glob("rank-*.json")}
     assert traces == {f"rank-{rank}.json" for rank in expected}

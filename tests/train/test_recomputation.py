@@ -43,7 +43,8 @@ def check_campaign(mesh, zero_stage, faults, share=1.0, **options):
     ids=["few", "all"],
 )
 def test_each_kind_of_fault_is_named_under_zero3(kinds):
-    check_campaign((1, 2, 1), 3, faults=1, seed=3, kinds=kinds)
+    model = {"num_hidden_layers": 2}
+    check_campaign((1, 2, 1), 3, faults=1, seed=3, kinds=kinds, model=model)
 
 
 @pytest.mark.slow

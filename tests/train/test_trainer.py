@@ -149,13 +149,21 @@ class Seen:
         return list(map(json.loads, (self.directory / "metrics.jsonl").read_text().splitlines()))
 
 
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_one_process_and_many_tell_the_same_story(raw, dp):
-    """Same metrics on 1x1x1 and 2 x dp x 2; files, arithmetic, held-out loss against hand-made."""
+# The numbers of meshes with tensor parallelism are equal by default in tests/verify/test_parity.py.
+MESHES = [
+    (2, 1, 1),
+    *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((2, 1, 2), (2, 2, 2))),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_one_process_and_many_tell_the_same_story(raw, mesh):
+    """Same metrics on one process and many; files, arithmetic, held-out loss against hand-made."""
     corpus = prepare(RunConfig.from_dict(raw).data)
     batch = 16
     single = run_locally(run_on_rank, 1, on_mesh(raw, 1, 1, 1, micro_batch=8))
-    many = run_locally(run_on_rank, 4 * dp, on_mesh(raw, 2, dp, 2, micro_batch=8 // dp))
+    config = on_mesh(raw, *mesh, micro_batch=8 // mesh[1])
+    many = run_locally(run_on_rank, math.prod(mesh), config)
     curves = []
     for ranks in (single, many):
         code, seen = ranks[0]
