@@ -18,6 +18,7 @@ from tests.models.architectures import small_config
 from tests.models.test_llama_through_transformers import Collectives
 
 pytestmark = pytest.mark.gloo
+LESS_COMMON = ["jamba", "lfm3"]
 
 
 def skeleton(kind):
@@ -25,7 +26,9 @@ def skeleton(kind):
     return Skeleton(settings_of(json.dumps(small_config(kind))))
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "jamba", "gpt2", "lfm3"])
+@pytest.mark.parametrize(
+    "kind", ["gemma3_text", "gpt2", *(pytest.param(k, marks=pytest.mark.slow) for k in LESS_COMMON)]
+)
 def test_model_around_a_layer_has_no_other(kind):
     own = skeleton(kind)
     base, _ = own.around(2, None, {})

@@ -37,7 +37,7 @@ LIKE_NCCL = 6  # with so many microbatches
 def cases(name, pp, few):
     """The sizes at which the schedule can be run, with a layer or more for a stage.
 
-    `few`: the least stages a rank that it takes, and most microbatches.
+    `few`: the least stages a rank that it takes, most microbatches, and a single step.
     """
     for stages_per_rank in (1, 2, 3):
         for microbatches in (LIKE_NCCL,) if few else (1, 3, LIKE_NCCL):
@@ -49,7 +49,7 @@ def cases(name, pp, few):
                     stages_per_rank=stages_per_rank,
                     microbatches=microbatches,
                     batch=12,
-                    steps=2,
+                    steps=1 if few else 2,
                     zero_stage=3 if microbatches == 3 else 1,
                     reduction="per_step" if once else "per_microbatch",
                     model={"num_hidden_layers": max(3, pp * stages_per_rank - 1)},
