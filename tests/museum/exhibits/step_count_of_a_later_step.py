@@ -19,11 +19,11 @@ EXHIBIT = Exhibit(
 
 
 @in_place_of(Saver, "_write")
-def plant(original: Any, saver: Saver, save: Any, arrays: Iterable[Any]) -> None:
-    """It is read when the other files are on disk."""
+def plant(original: Any, saver: Saver, save: Any, arrays: Iterable[Iterable[Any]]) -> None:
+    """It is read when the tensors of a file are on disk."""
 
-    def written() -> Iterator[Any]:
-        yield from arrays
+    def written(of_file: Iterable[Any]) -> Iterator[Any]:
+        yield from of_file
         save.state.update(saver._own_state())
 
-    original(saver, save, written())
+    original(saver, save, [written(of_file) for of_file in arrays])
