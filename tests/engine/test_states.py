@@ -152,9 +152,9 @@ def unbroken(name):
         return run_unbroken(replace(EXACT[name], folder=folder))
 
 
-# One of each stage, offload and precision that keeps its state in a way of its own. On the host:
+# One of each offload and precision that keeps its state in a way of its own. ZeRO-1, on the host:
 # test_trained_engine_can_be_reset, and tests/checkpoint/test_resharding.py.
-OWN_WAYS = ["zero1", "zero3", "zero3+nvme+param-nvme", "zero3 fp16"]
+OWN_WAYS = ["zero3", "zero3+nvme+param-nvme", "zero3 fp16"]
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,15 @@ def test_shard_draws_only_its_tiles(dim):
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (61, 32), (3, 32, 32), (128, 20)])
-@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "dp"),
+    [
+        (2, 1),
+        (1, 2),
+        (2, 2),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 1), (1, 4))),
+    ],
+)
 def test_shard_of_a_small_parameter_draws_only_a_part(shape, tp, dp):
     spec = spec_of(shape)
     for tp_rank, dp_rank in product(range(tp), range(dp)):

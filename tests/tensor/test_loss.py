@@ -1,6 +1,6 @@
 """The output projection's loss against torch's cross-entropy: all tokens at once, or some.
 
-Shapes are drawn by hypothesis; one launch of four ranks tries them all on tp 1, 2 and 4.
+Shapes are drawn by hypothesis; one launch of four ranks tries them all on tp 2 and 4.
 """
 
 from functools import partial
@@ -121,7 +121,7 @@ def check_capped_head(s, group, tolerance):
 CHECKS = (check_cross_entropy, check_loss_in_parts, check_capped_head)
 
 
-def check_on_rank(rank, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1, 1, 4)), checks=None):
+def check_on_rank(rank, examples, dtype, meshes=((1, 2, 2), (1, 1, 4)), checks=None):
     """Returns the number of checks that have passed."""
     passed = 0
     for mesh in meshes:
@@ -143,7 +143,7 @@ def check_on_rank(rank, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1, 1, 4)
 @given(examples=st.lists(SIZES, min_size=2, max_size=2, unique=True))
 def test_losses_equal_those_of_plain_torch(examples):
     passed = run_locally(check_on_rank, 4, examples, torch.float64, timeout=60)
-    assert passed == [3 * len(CHECKS) * len(examples)] * 4
+    assert passed == [2 * len(CHECKS) * len(examples)] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

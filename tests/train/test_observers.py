@@ -21,6 +21,7 @@ EVERYTHING = {
     "parallel3d.run.name": "everything",
     "parallel3d.mesh": {"pp": 2, "tp": 1},
     "parallel3d.train.steps": STEPS,
+    "parallel3d.pipeline.activation_checkpointing": "none",
     "parallel3d.train.check_bits": {"every": 1, "recompute_every": 2},
     "parallel3d.train.on_spike": "skip",
     "parallel3d.train.noise_scale_every": 2,

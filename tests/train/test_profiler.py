@@ -21,7 +21,7 @@ from tests.train.test_trainer import on_mesh, raw, run_on_rank, stop_in_step_two
 
 pytestmark = pytest.mark.gloo
 
-CASE = Case(mesh=(2, 1, 1), schedule="v_shape", stages_per_rank=2, microbatches=3, steps=4)
+CASE = Case(mesh=(2, 1, 1), schedule="v_shape", stages_per_rank=2, microbatches=3, steps=3)
 SLACK = 300.0  # microseconds between the clocks of Python and torch
 
 
