@@ -52,7 +52,7 @@ def processes(path, number):
             process.communicate()
 
 
-@pytest.mark.parametrize("number", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_one_process_holds_the_lock_and_a_killed_holder_is_replaced_at_once(tmp_path, number):
     path = tmp_path / "run.lock"
     for _ in range(2):  # the second time the file of the first holder is in the way

@@ -93,7 +93,7 @@ def test_written_weights_equal_the_trained_ones(case, tmp_path):
 
 
 def test_weights_trained_in_bf16_are_saved_in_fp32(tmp_path):
-    case = Case(mesh=(1, 2, 1), precision="bf16", steps=2, batch=16)
+    case = Case(mesh=(1, 2, 1), precision="bf16", steps=1, batch=8, microbatches=2)
     run_locally(train_and_save, 2, case, tmp_path)
     tensors = read(tmp_path / "weights", case.config.model)
     assert {value.dtype for value in tensors.values()} == {torch.float32}
