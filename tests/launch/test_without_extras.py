@@ -43,6 +43,7 @@ def run_command(package, words, folder, log):
     os._exit(program.main())
 
 
+# A resumption imports nothing above its floor: tests/test_floors.py.
 @pytest.mark.parametrize("is_resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_run_is_trained_resumed_and_exported(package, tmp_path, is_resumed):
     place = Place(tmp_path)
