@@ -70,6 +70,7 @@ def test_bytes_of_a_step_do_not_grow_with_microbatches(case, precision):
         assert few["reduce_scatter"] == 4 * numel
 
 
+@pytest.mark.slow  # it shows what the test above saves
 def test_each_microbatch_gathers_twice_if_weights_are_not_kept():
     case = replace(GPIPE, batch=8, weights="per_microbatch")
     for ((moved, numel),) in run_locally(second_steps, 2, [case]):

@@ -99,7 +99,8 @@ def train_afterwards(rank, case, reference):
     return compare_on_rank(rank, case, reference)
 
 
-@pytest.mark.parametrize("zero_stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow  # tests/train/test_trainer.py trains after it by default, under ZeRO-3
+@pytest.mark.parametrize("zero_stage", [1, 3])
 def test_engine_is_right_after_the_self_test(zero_stage):
     case = Case(mesh=(2, 1, 1), zero_stage=zero_stage, steps=2, batch=8)
     errors = errors_of(case.config, run_locally(train_afterwards, 2, case, case.reference))

@@ -35,6 +35,7 @@ def growing(tmp_path):
     train = {"steps": None, "max_tokens": tokens, "batch_schedule": SCHEDULE, "batch_lr": "sqrt"}
     settings |= {f"parallel3d.train.{name}": value for name, value in train.items()}
     settings |= {"train_micro_batch_size_per_gpu": MICRO}
+    settings |= {"parallel3d.pipeline.activation_checkpointing": "none"}
     del raw["gradient_accumulation_steps"]
     settings |= {"parallel3d.model.family": "routed", "parallel3d.run.model_folders": [FOLDER]}
     raw = changed(raw, settings)

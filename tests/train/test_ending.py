@@ -184,9 +184,8 @@ def test_command_without_launcher_is_installed_program(monkeypatch):
     assert ending.command_of_this_launch() == "parallel3d train --config a.json"
 
 
-@pytest.mark.parametrize(
-    "typed", [pytest.param("parallel3d", marks=pytest.mark.slow), "torchrun -m parallel3d"]
-)
+@pytest.mark.slow  # real processes are above, and each launcher's words
+@pytest.mark.parametrize("typed", ["parallel3d", "torchrun -m parallel3d"])
 def test_command_of_installed_program_under_launcher(typed):
     """It has no script's path: a launcher is known by the program's name and its command."""
     code = (

@@ -17,7 +17,8 @@ SAME = ("loss", "grad_norm", "lr", "tokens", "held_out_loss")
 
 def test_fork_of_trunk_equals_run_without_fork(tmp_path):
     """One trunk of constant rate serves both ends, by the checkpoints that are kept for them."""
-    base = prepared_config(tmp_path)
+    none = {"parallel3d.pipeline.activation_checkpointing": "none"}
+    base = changed(prepared_config(tmp_path), none)
 
     def run(name, steps, schedule, **checkpoint):
         settings = {

@@ -24,6 +24,7 @@ def config(tmp_path_factory):
     raw = prepared_config(tmp_path_factory.mktemp("noise"))
     settings = {f"parallel3d.model.{name}": value for name, value in DROPOUT.items()}
     settings |= {"optimizer.params": {"lr": 1e-30}, "gradient_clipping": 0.5}
+    settings |= {"parallel3d.pipeline.activation_checkpointing": "none"}
     return changed(raw, settings)
 
 
