@@ -29,6 +29,7 @@ from parallel3d.base.say import Say
 BEAT = 2.0  # seconds between two heartbeats
 MISSED = 15  # missed heartbeats after which a holder on another machine counts as dead
 _NAP = 0.25  # seconds between two reads of a lock
+_WRITTEN = 1.0  # seconds after which the creator of an empty lock has died
 
 Job = tuple[str, str, int]
 """A job that a launcher may restart: its kind, its identity, how often it was restarted."""
@@ -228,12 +229,18 @@ class Lock:
 def read(path: Path) -> Holder | None:
     """Return the holder of the lock at `path`, or None.
 
-    A damaged file counts as a holder without a heartbeat.
+    A damaged file counts as a holder without a heartbeat. So does an empty one, unless its creator
+    writes to it at once.
     """
-    try:
-        text = path.read_text(errors="replace")
-    except FileNotFoundError:
-        return None
+    deadline = time.monotonic() + _WRITTEN
+    while True:
+        try:
+            text = path.read_text(errors="replace")
+        except FileNotFoundError:
+            return None
+        if text or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
     try:
         return Holder.model_validate_json(text)
     except ValidationError:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -213,7 +214,16 @@ def test_process_killed_while_taking_over_does_not_block_the_lock(tmp_path, quic
     mine.release()
 
 
-@pytest.mark.parametrize("text", ["{", '{"jobs": [], "x": 1}'])
+def test_lock_is_read_once_its_creator_has_written_to_it(tmp_path):
+    path = tmp_path / "run.lock"
+    path.touch()
+    writer = threading.Timer(0.1, lambda: path.write_text(ME.model_dump_json()))
+    writer.start()
+    assert read(path) == ME
+    writer.join()
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"jobs": [], "x": 1}'])
 def test_damaged_lock_file_counts_as_a_silent_holder(tmp_path, quick, text):
     path = tmp_path / "run.lock"
     path.write_text(text)
