@@ -98,6 +98,6 @@ def check_cold_and_cached(cold, tmp_path, *library):
     # Nothing of ours, or of the libraries', lies anywhere else.
     assert [path.name for path in (tmp_path / ".cache").iterdir()] == ["parallel3d"]
     cached = prepare_default(tmp_path, *library)
-    assert cached["heavy"] == [] and cached["cpu_seconds"] < 1.0
+    assert cached["heavy"] == [] and cached["cpu_seconds"] < 5.0
     for key in cold.keys() - {"heavy", "cpu_seconds"}:
         assert cached[key] == cold[key], key
