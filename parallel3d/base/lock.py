@@ -29,7 +29,7 @@ from parallel3d.base.say import Say
 BEAT = 2.0  # seconds between two heartbeats
 MISSED = 15  # missed heartbeats after which a holder on another machine counts as dead
 _NAP = 0.25  # seconds between two reads of a lock
-_WRITTEN = 1.0  # seconds after which the creator of an empty lock has died
+_WRITTEN = 1.0  # seconds after which the creator of an empty lock counts as dead
 
 Job = tuple[str, str, int]
 """A job that a launcher may restart: its kind, its identity, how often it was restarted."""

@@ -63,9 +63,8 @@ def test_bytes_of_a_step_do_not_grow_with_microbatches(case, precision):
     for (few, numel), (many, _) in run_locally(second_steps, case.world_size, cases):
         assert few == many
         assert few.keys() == set(MOVES)
-        passes = (
-            1 if case.schedule == "gpipe" else 2
-        )  # gpipe's passes follow each other: held over both
+        # gpipe's passes follow each other: held over both
+        passes = 1 if case.schedule == "gpipe" else 2
         assert few["all_gather"] <= passes * size * numel
         assert few["reduce_scatter"] == 4 * numel
 
