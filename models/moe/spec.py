@@ -156,7 +156,7 @@ class Config(llama.Config):
                 "num_experts_per_tok",
                 k,
                 f"is more than the {most} experts of topk_group={self.topk_group} groups",
-                f"use {most} or less, or more groups",
+                f"use {most} or less, or a larger topk_group",
             )
         if groups > 1 and experts == groups:
             yield Problem(

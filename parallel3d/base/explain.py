@@ -165,7 +165,8 @@ def _problems_of(detail: ErrorDetails, raw: object, root: type[Section]) -> Iter
     if detail["type"] == "extra_forbidden":
         yield from _unknown(path, value, model, root)
     elif detail["type"] == "missing":
-        doc = (field.description or "").split("\n")[0] if field else "the list is too short"
+        text = field.description or "" if field else "the list is too short"
+        doc = " ".join(text.split()).partition(". ")[0]
         if field and field.examples:  # a block that can be pasted
             doc = ", or ".join([_pasted(path, field), *field.examples[1:]])
         yield Problem(path, ABSENT, "is required", f"add it: {doc}")

@@ -110,21 +110,32 @@ def batch_sizes(
         assert micro is not None, "the checks require a batch or a micro batch size"
         accumulation = accumulation or 1
         return micro * accumulation * dp, micro, accumulation
+    divides = batch % dp == 0
     if micro is None:
         accumulation = accumulation or 1
-        micro = _share(batch, accumulation * dp, f"{ACCUMULATION}={accumulation} x dp={dp}")
+        others = [ACCUMULATION] if divides else []
+        factors = f"{ACCUMULATION}={accumulation} x dp={dp}"
+        micro = _share(batch, accumulation * dp, factors, others)
     elif accumulation is None:
-        accumulation = _share(batch, micro * dp, f"{MICRO}={micro} x dp={dp}")
+        others = [BATCH, MICRO] if divides else [BATCH]
+        accumulation = _share(batch, micro * dp, f"{MICRO}={micro} x dp={dp}", others)
     return batch, micro, accumulation
 
 
-def _share(batch: int, parts: int, factors: str) -> int:
+def _share(batch: int, parts: int, factors: str, others: Iterable[str]) -> int:
+    """Return batch / parts; raise ConfigError if the batch is not divisible.
+
+    - `factors`: `parts` in words.
+    - `others`: sizes that could be "auto", so that this batch, or one near it, is divisible.
+    """
     if batch % parts:
+        alternatives = [f"use {_multiples_near(batch, parts)}"]
+        alternatives += [f'"{name}": "auto"' for name in others]
         raise Problem(
             BATCH,
             batch,
             f"is not a multiple of {factors} = {parts}",
-            f'use {_multiples_near(batch, parts)}, or "auto" for another of the three sizes',
+            ", or ".join(alternatives),
         ).error()
     return batch // parts
 
@@ -152,7 +163,7 @@ def kept_sizes(
             BATCH,
             batch,
             f"of the run that resumes, is not a multiple of dp={dp}",
-            f"use a dp of {sizes}, or ask for --{BATCH} {_multiples_near(batch, dp)}",
+            f"use a dp of {sizes}, or ask for --{BATCH} {_multiples_near(batch, micro * dp)}",
         ).error()
     share = batch // dp
     for size in range(min(micro, share), 0, -1):

@@ -143,7 +143,7 @@ class PartConfig(SourceConfig):
     """One part of a mixture: a source and its share of the samples."""
 
     source: Source
-    """As data.source."""
+    """As data.source, such as "text"."""
     weight: _Weight | Weights = 1.0
     """Share of the samples, relative to the other parts' weights. It may change during the run:
     [[0, 0.7], ["10B tokens", 0.3]] has the weight 0.3 after 10^10 tokens of samples."""

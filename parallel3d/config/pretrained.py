@@ -179,7 +179,8 @@ def weight_files(folder: Path) -> list[Path]:
     if pickled := sorted([*folder.glob("*.bin"), *folder.glob("*.pt*"), *folder.glob("*.ckpt")]):
         raise ConfigError(
             f"{folder}: {pickled[0].name} is a pickle, which can run code and is never read; "
-            'if you trust it, convert it: python -c "from transformers import AutoModelFor'
+            f"if you trust it, convert it, and name {folder}-safe: python -c "
+            '"from transformers import AutoModelFor'
             f"CausalLM as M; M.from_pretrained('{folder}').save_pretrained('{folder}-safe')\""
         )
     raise ConfigError(f"{folder}: has no model.safetensors and no index of shards; download them")

@@ -43,7 +43,12 @@ class RunConfig(RunSettings):
         Raises ConfigError, which lists all problems.
         """
         file = reader.find(path)
-        if file.suffix in (".yaml", ".yml", ".py", ".sh", ".toml"):
+        if file.suffix == ".toml":
+            raise ConfigError(
+                f"{file}: is no JSON; write its settings to a JSON file (docs/coming-from.md has "
+                "those of torchtitan)"
+            )
+        if file.suffix in (".yaml", ".yml", ".py", ".sh"):
             raise ConfigError(
                 f"{file}: is no JSON; convert it: parallel3d convert config {file} --out ds.json "
                 "(docs/coming-from.md says which programs' files it reads)"

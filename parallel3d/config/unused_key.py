@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from parallel3d.base.section import ABSENT, Problem, nearest
+from parallel3d.base.section import ABSENT, Problem
 from parallel3d.config.switch import missing_switch
 
 ANY: object = object()  # stands for every value
@@ -47,14 +47,16 @@ class Key:
         known = (self.switch, *self.beside)
         unknown = [name for name in block if self.beside and name not in known]
         for name in unknown:
-            remedy = nearest(name.lower(), known)
+            near = get_close_matches(name.lower(), known, 1)
+            remedy = f'the nearest one is "{near[0]}"' if near else "remove it"
             yield Problem(f"{path}.{name}", block[name], "is not a setting", remedy)
         switched = block.get(self.switch, ABSENT)
         rule, remedy = _rule_and_remedy(self.reason)
         lowered = [name.lower() for name in unknown]
         is_misspelt = get_close_matches(self.switch, lowered, 1)
         if switched is ABSENT and not is_misspelt:
-            off = f"false, or {remedy} ({path} {rule})"
+            whole = remedy.replace("remove it", f"remove {path}")
+            off = f"false, or {whole} ({path} {rule})"
             yield from missing_switch(f"{path}.{self.switch}", block, off)
         elif switched not in (ABSENT, False) or type(switched) is int:
             yield Problem(f"{path}.{self.switch}", switched, rule, remedy)

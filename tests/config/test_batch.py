@@ -105,4 +105,4 @@ def test_batch_that_no_micro_batch_divides_is_refused():
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_dict(raw(**ONE_RANK)).resolve(3, 16)
     assert f"{BATCH} = 16: of the run that resumes" in str(caught.value)
-    assert f"dp=3; use a dp of 1, 2, 4, 8, 16, or ask for --{BATCH} 15 or 18" in str(caught.value)
+    assert f"dp=3; use a dp of 1, 2, 4, 8, 16, or ask for --{BATCH} 12 or 18" in str(caught.value)

@@ -100,7 +100,7 @@ SLIPS = [
     ("comet", {"enabled": False, "samples_log_interval": "x"}, "samples_log_interval .*integer"),
     ("flops_profiler", {"enabled": False, "profile_stpe": 1}, 'profile_stpe .*"profile_step"'),
     ("elasticity", {"enabled": False, "micro_batchsizes": [1]}, '.*"micro_batch_sizes"'),
-    ("hybrid_engine", {"enabled": False, "rows": 1}, "rows = 1: is not a setting; use enabl"),
+    ("hybrid_engine", {"enabled": False, "rows": 1}, "rows = 1: is not a setting; remove it"),
     ("compile", {"deepcompile": False, "backend": "x"}, 'backend = "x": is not a setting'),
     # Values that are neither true nor false.
     ("torch_autocast", {"enabled": "auto"}, 'enabled = "auto": is not used'),
