@@ -68,9 +68,9 @@ ROOMS = [
 BUDGET = {
     "launch": 6_700,
     "models": 30_500,
-    "parallel3d/base": 7_900,
+    "parallel3d/base": 8_300,
     "parallel3d/checkpoint": 10_000,
-    "parallel3d/config": 15_000,
+    "parallel3d/config": 15_600,
     "parallel3d/data": 31_200,
     "parallel3d/engine": 16_000,
     "parallel3d/extras/calibrate": 5_900,

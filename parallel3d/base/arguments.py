@@ -54,7 +54,8 @@ class Parser(argparse.ArgumentParser):
             **options,
         )
         self._end_of_help = epilog
-        self.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
+        # The launchers of DeepSpeed and of torch add it, each in its spelling.
+        self.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
 
     def format_help(self) -> str:
         """Return the help; a long list of settings at its end is made only where it is shown."""

@@ -1,7 +1,7 @@
 """The list of settings (for `--help`), and pydantic's errors as problems with remedies."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -182,14 +182,29 @@ def _problems_of(detail: ErrorDetails, raw: object, root: type[Section]) -> Iter
         if detail["type"] == "model_type" and field and field.examples:
             remedy = f"write {_pasted(path, field)}"
         elif detail["type"] == "model_type" and field and (block := _section_of(field.annotation)):
-            needed = [f'"{n}": ...' for n, f in block.model_fields.items() if f.is_required()]
-            if "enabled" in block.model_fields:
-                needed = ['"enabled": true']
-            remedy = f"write {{{', '.join(needed) or '...'}}}"
+            remedy = f"write {_started(block, value)}"
+            words_beside = [arg for arg in get_args(field.annotation) if get_origin(arg) is Literal]
+            remedy += "".join(f", or {_type_name(arg)}" for arg in words_beside)
         elif value is None and field and not field.is_required():
             default, _ = _written(field)
             remedy = f"leave it out, which means {default}, or {remedy}"
         yield Problem(path, value, rule, remedy)
+
+
+def _started(block: type[Section], value: object) -> str:
+    """Return a block as text with the settings that it needs, else with its first one.
+
+    - `value`: what was written in place of the block; the first setting takes it if it can.
+    """
+    fields = block.model_fields
+    if "enabled" in fields:
+        return '{"enabled": true}'
+    needed = [f'"{name}": ...' for name, field in fields.items() if field.is_required()]
+    if needed:
+        return f"{{{', '.join(needed)}}}"
+    first, field = next(iter(fields.items()))
+    is_choice = isinstance(value, str) and value in get_args(field.annotation)
+    return f'{{"{first}": {json.dumps(value) if is_choice else "..."}}}'
 
 
 def _pasted(path: str, field: FieldInfo) -> str:
@@ -209,27 +224,44 @@ def _unknown(
     known = list(model.model_fields) if model else []
     listed = {setting.path: setting.only for setting in settings(root)}
     here = f"this block has: {', '.join(known)}" if known else "remove it"
-    places = _places_by_name(listed)
+    name = key.lower().replace("-", "_")
+    places = _places_by_name(listed, blocks=isinstance(value, dict))
     if only := listed.get(path):
         yield Problem(path, value, f"is only a setting of {only}", f"remove it; {here}")
-    elif key.lower().replace("-", "_") in root.foreign:
-        ours = root.foreign[key.lower().replace("-", "_")]
-        yield Problem(path, value, "is another program's name", f"set {ours}")
-    elif section and (longer := [x for x in known if x.endswith(f"_{key.lower()}")]):
+    elif name in root.foreign:
+        yield Problem(path, value, "is another program's name", f"set {root.foreign[name]}")
+    elif section and (longer := [x for x in known if x.endswith(f"_{name}")]):
         yield Problem(path, value, "is not a setting", f'did you mean "{longer[0]}"?')
-    elif near := get_close_matches(key.lower(), [*known, *refused], 1, _TYPO):
-        yield Problem(path, value, "is not a setting", f'the nearest one is "{near[0]}"')
-    elif near := get_close_matches(key.lower(), places, 1, _TYPO):
-        yield Problem(path, value, "is not a setting here", f"did you mean {places[near[0]]}?")
+    elif name not in places and (near := _nearest(name, [*known, *refused])):
+        yield Problem(path, value, "is not a setting", f'the nearest one is "{near}"')
+    elif near := _nearest(name, places):
+        yield Problem(path, value, "is not a setting here", f"did you mean {places[near]}?")
     else:
         yield Problem(path, value, "is not a setting", here)
 
 
-def _places_by_name(settings: Iterable[str]) -> dict[str, str]:
-    """Return the path of each setting and block by its name; of equal names ours, then the least
-    nested."""
-    parts = [setting.split(".") for setting in settings]
-    paths = {".".join(names[:n]) for names in parts for n in range(1, len(names) + 1)}
+def _nearest(name: str, known: Collection[str]) -> str | None:
+    """Return the name that a misspelt one may mean, if there is one.
+
+    It has the same first letter, or the same words and others: callbacks are no fallbacks.
+    """
+    words = set(name.split("_"))
+    for near in get_close_matches(name, known, 3, _TYPO):
+        near_words = set(near.split("_"))
+        if name[:1] == near[:1] or words <= near_words or near_words <= words:
+            return near
+    return None
+
+
+def _places_by_name(settings: Collection[str], blocks: bool) -> dict[str, str]:
+    """Return the path of each setting, or of each of the `blocks`, by its name.
+
+    Of equal names ours is taken, then the least nested.
+    """
+    paths = set(settings)
+    if blocks:
+        parts = [setting.split(".") for setting in settings]
+        paths = {".".join(names[:n]) for names in parts for n in range(1, len(names))}
     last_first = sorted(paths, key=lambda p: (p.startswith(_OURS), -p.count("."), p))
     return {path.rpartition(".")[2]: path for path in last_first}
 
@@ -264,6 +296,20 @@ def _located(
             name = next((n for n in choice.names() if n.lower() == written), choice.beside)
             section = choice.class_of(name) if name else None
     return ".".join(path), raw, owner
+
+
+def takes_text(root: type[Section], path: str) -> bool:
+    """Return True if the setting at a dotted path of a config is a text, or a text or null.
+
+    - `root`: the section of the whole config.
+    """
+    section: type[Section] | None = root
+    *blocks, name = (part for part in path.split(".") if not part.isdecimal())
+    for block in blocks:
+        field = section.model_fields.get(block) if section else None
+        section = _section_of(field.annotation) if field else None
+    field = section.model_fields.get(name) if section else None
+    return field is not None and _type_name(field.annotation) in ("string", "string | null")
 
 
 def _either(problems: list[Problem]) -> Problem:

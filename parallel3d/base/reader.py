@@ -23,6 +23,7 @@ CONFIGS = Path(parallel3d.__file__).parent / "configs"
 _STRING = r'"(?:\\.|[^"\\\n])*"'
 _BRACKET = re.compile(rf"{_STRING}|([\[\]{{}}])")
 MOST_NESTED = 100
+_DECIMAL = re.compile(r"[+-]?(?:\.\d+|\d+\.\d*)(?:[eE][+-]?\d+)?|\+\d+[eE][+-]?\d+", re.ASCII)
 _COMMENT = re.compile(rf"{_STRING}|(//[^\n]*|/\*.*?\*/)", re.DOTALL)
 # The middle alternative keeps `[,` and `,,`, which are errors.
 _TRAILING_COMMA = re.compile(rf"{_STRING}|[\[{{,]\s*,|(,)(?=\s*[\]}}])")
@@ -171,7 +172,12 @@ def _given(path: str, text: str) -> object:
 
 
 def value(text: str) -> object:
-    """Return a command-line value: parsed as JSON if it is JSON, else the text itself."""
+    """Return a command-line value: parsed as JSON if it is JSON, else the text itself.
+
+    Decimals may also begin with a sign or a point, or end with a point.
+    """
+    if _DECIMAL.fullmatch(text):
+        return float(text)
     try:
         return _load(text, "the command line")
     except ConfigError:

@@ -136,9 +136,11 @@ class Choice:
     def __call__(self, value: object, info: ValidationInfo) -> object:
         if isinstance(value, Section):
             return value
-        if not isinstance(value, dict):
-            raise ValueError("must be a block of settings; write {...}")
         names = list(self.names())
+        if not isinstance(value, dict):
+            name = json.dumps(value) if value in names else "..."
+            started = "..." if self.beside else f'"{self.key}": {name}'
+            raise ValueError(f"must be a block of settings; write {{{started}}}")
         # A wrong name beside the block has its own problem, and is missing here.
         name = info.data.get(self.key, self.beside) if self.beside else value.get(self.key, ABSENT)
         if name not in names:

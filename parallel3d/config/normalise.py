@@ -4,11 +4,12 @@ Comments, old names and keys without effect are removed and "auto" is resolved. 
 from_pretrained names is completed first, because "auto" may depend on its sizes.
 """
 
+import json
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
-from parallel3d.base import reader
+from parallel3d.base import explain, reader
 from parallel3d.base.counts import read_count
 from parallel3d.base.reader import JsonObject, block_at, blocks_at, value_at
 from parallel3d.base.section import ABSENT
@@ -17,6 +18,7 @@ from parallel3d.config.deepspeed import DEFAULT_LR
 from parallel3d.config.deepspeed_keys import TOP_LEVEL, UNUSED
 from parallel3d.config.monitors import SWITCHED
 from parallel3d.config.parallel3d_block import Parallel3DConfig
+from parallel3d.config.run_settings import RunSettings
 from parallel3d.models import earlier
 
 _NO_LIMIT = 10**12  # elements of a sub-group, more than a rank has
@@ -94,7 +96,8 @@ def apply_overrides(raw: JsonObject, overrides: Sequence[str]) -> list[str]:
     settings that a config.json does not fix. Raises ConfigError if settings contradict the model.
     """
     command_line: JsonObject = {}
-    values = [(full_path(path), text) for path, text in reader.setting_pairs(overrides)]
+    pairs = [(full_path(path), text) for path, text in reader.setting_pairs(overrides)]
+    values = [(path, _quoted(path, text)) for path, text in pairs]
     reader.set_values(command_line, values)
     notes = _let_a_size_follow(raw, command_line)
     name = value_at(command_line, pretrained.PATH)
@@ -106,6 +109,16 @@ def apply_overrides(raw: JsonObject, overrides: Sequence[str]) -> list[str]:
     reader.set_values(raw, values)
     folders.register(raw)  # the model's family may be the user's own
     return notes + pretrained.fill(raw, replaced)
+
+
+def _quoted(path: str, text: str) -> str:
+    """Return a text as JSON if it reads as a number or a switch, but the setting is a text.
+
+    A shell takes the quotes off `--run.name "20261130"`.
+    """
+    reads_as = reader.value(text)
+    is_other = isinstance(reads_as, int | float)
+    return json.dumps(text) if is_other and explain.takes_text(RunSettings, path) else text
 
 
 def _let_a_size_follow(raw: JsonObject, command_line: JsonObject) -> list[str]:

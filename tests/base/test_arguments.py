@@ -39,6 +39,12 @@ def test_settings_with_spaces_are_no_values_of_other_flags() -> None:
     assert (args.dry_run, rest) == (0, ["--data.paths", "a b/*.txt", "--x=y"])
 
 
+@pytest.mark.parametrize("words", [["--local_rank=0"], ["--local-rank=0"], ["--local-rank", "1"]])
+def test_local_rank_of_both_launchers_is_accepted(parser: Parser, words: list[str]) -> None:
+    _, rest = parser.parse_known_args(["--config", "a", *words])
+    assert rest == []
+
+
 @pytest.mark.parametrize(("words", "message"), BAD)
 def test_wrong_arguments_give_one_line(parser: Parser, capsys, words, message) -> None:
     with pytest.raises(SystemExit) as end:

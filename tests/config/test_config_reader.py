@@ -69,6 +69,31 @@ def test_overrides_are_json_or_text():
     assert raw == {"a": {"b": 2, "c": "x=y"}, "d": "3", "e": True, "f": -1}
 
 
+@pytest.mark.parametrize("text", ["20261130", "1e3", "007", "true", "1.", "null-run"])
+def test_name_on_the_command_line_stays_the_text_that_was_written(text):
+    raw = {}
+    apply_overrides(raw, ["--run.name", text, "--wandb.group", text, "--data.tokenizer", text])
+    assert raw["parallel3d"] == {"run": {"name": text}, "data": {"tokenizer": text}}
+    assert raw["wandb"] == {"group": text}
+
+
+def test_null_and_quoted_texts_are_json_on_the_command_line():
+    raw = {}
+    apply_overrides(raw, ["--wandb.group", "null", "--run.name", '"7"', "--checkpoint.resume", "5"])
+    assert raw["wandb"] == {"group": None}
+    assert raw["parallel3d"] == {"run": {"name": "7"}, "checkpoint": {"resume": 5}}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [(".5", 0.5), ("3.", 3.0), ("+1e-3", 1e-3), ("-.5e-1", -0.05), ("1E-3", 1e-3)],
+)
+def test_decimals_on_the_command_line_are_read_as_people_write_them(text, number):
+    raw = {}
+    apply_overrides(raw, ["--optimizer.params.lr", text])
+    assert raw["optimizer"]["params"]["lr"] == number
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
