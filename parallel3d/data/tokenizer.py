@@ -117,19 +117,30 @@ def copy_unwritten(name: str, directory: Path) -> None:
     - `name`: a folder, or a name on the hub, whose files are in its cache.
     - `directory`: where the tokenizer was saved. What is there stays.
     """
-    folder = Path(name)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(name, "tokenizer_config.json")
-        if not isinstance(cached, str):
-            return
-        folder = Path(cached).parent
+    folder = published_folder(name)
+    if folder is None:
+        return
     for pattern in _NOT_WRITTEN:
         for path in folder.glob(pattern):
             target = directory / path.name
             if path.is_file() and not target.exists():
                 shutil.copyfile(path, target)
+
+
+def published_folder(name: str, revision: str | None = None) -> Path | None:
+    """Return a tokenizer's folder, `name` itself or its copy in the hub's cache; None without.
+
+    The hub is not asked: a model or a tokenizer that was loaded is in its cache.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "tokenizer_config.json", revision=revision)
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
+    return folder
 
 
 def check_name(name: str) -> None:

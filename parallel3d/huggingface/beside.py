@@ -13,7 +13,7 @@ from typing import Any
 from parallel3d.base.reader import JsonObject
 from parallel3d.config import RunConfig
 from parallel3d.config.pretrained import read_config, read_published
-from parallel3d.data.tokenizer import load_tokenizer
+from parallel3d.data.tokenizer import load_tokenizer, published_folder
 from parallel3d.models.common import Pretrained, pretrained_of
 
 GENERATION = "generation_config.json"
@@ -90,15 +90,8 @@ def published_tokenizer(config: RunConfig) -> Path | None:
     origin = pretrained_of(config.model)
     if not isinstance(origin, Pretrained):
         return None
-    folder = Path(origin.folder)
-    if origin.revision is not None:  # the config fetched it from the hub
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(
-            origin.folder, "tokenizer_config.json", revision=origin.revision
-        )
-        folder = Path(str(cached)).parent
-    return folder if (folder / "tokenizer_config.json").is_file() else None
+    folder = published_folder(origin.folder, origin.revision)
+    return folder if folder and (folder / "tokenizer_config.json").is_file() else None
 
 
 def _published(config: RunConfig) -> dict[str, Any] | None:

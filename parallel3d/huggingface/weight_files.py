@@ -301,12 +301,12 @@ class About:
             return None
         family = models.huggingface(self.config.model.family)
         assert family is not None
-        settings = self._of_class(family)
+        settings = self._settings_of_class(family)
         settings.dtype = str(layout.dtype).removeprefix("torch.")
         fill_in(settings, self.beside)
         return settings
 
-    def _of_class(self, family: Any) -> Any:
+    def _settings_of_class(self, family: Any) -> Any:
         """Return the transformers config of the requested class, or of the published one.
 
         A run may have settings that the published class lacks: then it is the family's default.

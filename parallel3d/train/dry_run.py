@@ -16,7 +16,7 @@ from parallel3d.config.hardware import Hardware
 from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
-from parallel3d.plan.memory.peak import fullest
+from parallel3d.plan.memory.peak import Memory, fullest
 from parallel3d.plan.memory.room import reason_of, worst
 from parallel3d.plan.report import plan_rows, plan_table
 from parallel3d.plan.report.plan_rows import checkpoint_bytes, choose, choose_gathers
@@ -46,7 +46,7 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
     refuse_impossible(config, devices)
     plan: Plan | None = None
     known: Hardware | None = None
-    untimed = _NO_HARDWARE
+    why_no_time = _NO_HARDWARE
     if config.is_planned:
         config, plan = choose(config, devices, machine_of(config, launch))
         setting = plan.setting
@@ -63,8 +63,14 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
             try:
                 plan = plan_rows.as_written(resolved, request_of(resolved, known, devices))
             except UnknownFigure as error:  # a run does not need it
-                untimed = str(error)
+                why_no_time = str(error)
         config = resolved
+    if plan:
+        memory = plan.memory
+        fits = plan.fits
+    else:
+        memory = worst(setting, known) if known else fullest(setting)
+        fits = known is None or not reason_of(memory, known)
     if launch.rank == 0:
         out = terminal.console(as_json)
         for note in config.notes:
@@ -75,8 +81,8 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
             plan_table.explain(plan, out)
             row = plan_json(plan)
         else:
-            row = _show_memory(setting, known, out)
-            terminal.say(out, f"\nThe time of a step is unknown: {untimed}")
+            row = _show_memory(setting, memory, known, out)
+            terminal.say(out, f"\nThe time of a step is unknown: {why_no_time}")
         size = _show_checkpoint(config, setting, out)
         out.print("dry run: nothing was trained")
         if as_json:
@@ -88,13 +94,13 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
                 "config": config.to_public_dict(),
             }
             print(json.dumps(report))
-    fits = plan.fits if plan else known is None or not reason_of(worst(setting, known), known)
     return DONE if fits else FAILED
 
 
-def _show_memory(setting: Setting, hardware: Hardware | None, out: Console) -> JsonObject:
+def _show_memory(
+    setting: Setting, memory: Memory, hardware: Hardware | None, out: Console
+) -> JsonObject:
     """Print a run's choices and memory; return them for `--json`."""
-    memory = worst(setting, hardware) if hardware else fullest(setting)
     for line in plan_table.lines_of(setting):
         terminal.say(out, line, " " * 10)
     plan_table.show_memory(memory, setting, hardware, out)
