@@ -48,7 +48,7 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
     if args.show_config:
         print(json.dumps(description["config"], indent=2))
     elif args.json:
-        print(json.dumps(description))
+        terminal.print_json(description)
     else:
         for name, value in description.items():
             if name not in LONG:
@@ -86,7 +86,7 @@ def verify_all(path: Path, as_json: bool, console: Console) -> int:
         console.print(f"{folder.name:<22}{why}")
     if as_json:
         left_over = [{"folder": folder.name, "reason": why} for folder, why in rest]
-        print(json.dumps({"ok": not bad, "bad": bad, "left_over": left_over}))
+        terminal.print_json({"ok": not bad, "bad": bad, "left_over": left_over})
     return FAILED if bad else DONE
 
 

@@ -85,7 +85,7 @@ def say(proof: "Proof", description: str, args: argparse.Namespace, console: Con
     console.print(f"wrote {args.to}" if proof.ok else f"{args.to} was not written")
     if args.json:
         keys = ("ok", "architecture", "tensors", "bytes", "checked", "differs", "left_out")
-        print(json.dumps({key: getattr(proof, key) for key in keys}))
+        terminal.print_json({key: getattr(proof, key) for key in keys})
 
 
 def convert_config(args: argparse.Namespace) -> int:
@@ -106,7 +106,7 @@ def convert_config(args: argparse.Namespace) -> int:
         for name in foreign.check(config, args.files[0]):
             console.print(f"{'not checked':<14}{name}: is read when the run starts")
     if args.json:
-        print(json.dumps({"ok": ok, "rows": [row._asdict() for row in rows], "config": config}))
+        terminal.print_json({"ok": ok, "rows": [row._asdict() for row in rows], "config": config})
     if not ok:
         console.print("no config was written: see the lines marked REFUSED")
     elif args.out:
@@ -146,7 +146,7 @@ def convert_checkpoint(args: argparse.Namespace, overrides: list[str]) -> int:
         position = {"step": result.position.step, "samples": result.position.next_sample}
         keys = ("program", "taken", "differs", "num_parameters", "num_bytes")
         shown = {key: getattr(result, key) for key in keys}
-        print(json.dumps({"ok": True, "folder": str(result.folder), **position, **shown}))
+        terminal.print_json({"ok": True, "folder": str(result.folder), **position, **shown})
     return DONE
 
 

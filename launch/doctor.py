@@ -6,7 +6,6 @@ axis's group. The outlier is named with a remedy, and the exit code is 1.
 """
 
 import argparse
-import json
 from dataclasses import asdict
 from typing import NoReturn
 
@@ -55,7 +54,7 @@ def doctor(args: argparse.Namespace, overrides: list[str], launch: Launch) -> in
                 terminal.say(console, f"{row.name}: {row.remedy}", indent="    ")
         if args.json:
             rows = [asdict(row) for row in checks]
-            print(json.dumps({"passed": passed, "mesh": str(config.mesh.sizes), "checks": rows}))
+            terminal.print_json({"passed": passed, "mesh": str(config.mesh.sizes), "checks": rows})
     meet_at_the_end(mesh)
     return DONE if passed else FAILED
 

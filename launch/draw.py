@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
 from parallel3d.base.errors import ConfigError, ScheduleError
 from parallel3d.schedule import draw
@@ -46,7 +47,7 @@ def main() -> int:
         if file:
             print(f"written to {file}", file=sys.stderr)
     if args.json:
-        print(json.dumps(report(schedule, spans)))
+        terminal.print_json(report(schedule, spans))
         return DONE
     for title, drawn in panels:
         if len(panels) > 1 or drawn != spans:

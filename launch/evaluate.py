@@ -5,13 +5,11 @@ held-out text and every validation set of the run's config, or of --config.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
-from parallel3d.base.step_lines import finite
 from parallel3d.config import help_text
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.claim import resolve_config
@@ -55,7 +53,7 @@ def evaluate(
     losses = evaluate_checkpoint.evaluate(config, mesh, checkpoint, stop, console)
     if losses is not None and mesh.rank == 0:
         if args.json:
-            print(json.dumps({"sets": {name: numbers(loss) for name, loss in losses.items()}}))
+            terminal.print_json({"sets": {name: numbers(loss) for name, loss in losses.items()}})
         else:
             width = max(map(len, losses))
             for name, loss in losses.items():
@@ -77,15 +75,18 @@ def score(
 
     scores = score_checkpoint(config, mesh, checkpoint, args.tasks, stop, console)
     if scores is not None and mesh.rank == 0:
-        print(json.dumps({"tasks": scores}) if args.json else "\n".join(in_words(scores)))
+        if args.json:
+            terminal.print_json({"tasks": scores})
+        else:
+            print("\n".join(in_words(scores)))
     meet_at_the_end(mesh)
     return STOPPED if scores is None else DONE
 
 
 def numbers(loss: "SetLoss") -> dict[str, float | None]:
-    """Return the numbers of an evaluated set for `--json`; None if not finite or not known."""
+    """Return the numbers of an evaluated set for `--json`; None if not known."""
     fields = loss.to_json() | {"perplexity": loss.perplexity}
-    return {name: finite(fields[name]) for name in SHOWN}
+    return {name: fields[name] for name in SHOWN}
 
 
 def number_of_samples(text: str) -> int:

@@ -5,7 +5,6 @@ table of meshes. --calibrate measures this machine, for --hardware this-machine.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def main() -> int:
         explained, planned = plan_rows.compare_run(args.explain_run, args.hardware)
         explain_run.show(explained, planned, console)
         if args.json:
-            print(json.dumps(explained.to_json()))
+            terminal.print_json(explained.to_json())
         return DONE
     if args.from_run and not args.config:
         args.config = str(args.from_run / "config.json")
@@ -50,7 +49,7 @@ def main() -> int:
     else:
         plan_table.show(ranking, request, console)
     if args.json:
-        print(json.dumps(plan_rows.to_json(ranking, request)))
+        terminal.print_json(plan_rows.to_json(ranking, request))
     return DONE if ranking.plans else FAILED
 
 

@@ -5,9 +5,9 @@ writes the manifests of streams.
 """
 
 import argparse
-import json
 import sys
 
+from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, STOPPED, Parser, prints_errors_as, whole_number
 from parallel3d.base.section import Problem, raise_if_any
 from parallel3d.config import RunConfig, arithmetic
@@ -48,7 +48,10 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted; the next run continues from the completed shards", file=sys.stderr)
         return STOPPED
-    print(json.dumps(summary) if args.json else as_text(summary))
+    if args.json:
+        terminal.print_json(summary)
+    else:
+        print(as_text(summary))
     if shown and not args.json:
         from rich.console import Console
 

@@ -7,7 +7,6 @@ the two differ.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,7 +36,7 @@ def replay(args: argparse.Namespace, overrides: list[str], launch: Launch) -> in
     console.quiet = mesh.rank != 0
     difference = replaying.replay(config, mesh, args.run, checkpoint, console)
     if mesh.rank == 0 and args.json:
-        print(json.dumps(difference))
+        terminal.print_json(difference)
     elif mesh.rank == 0:
         rule = f"within {difference['bound']:g}" if difference["bound"] else "in every bit"
         print(*in_words(difference, rule), sep="\n")

@@ -7,12 +7,12 @@ stand beside it as PNGs.
 
 import argparse
 import io
-import json
 import sys
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
+from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
 from parallel3d.extras.report.page import write_page
 
@@ -34,7 +34,7 @@ def main() -> int:
     write_page(path, text, drawn)
     print(f"wrote {path}", file=sys.stderr)
     if args.json:
-        print(json.dumps({"page": str(path), "plots": sorted(drawn)}))
+        terminal.print_json({"page": str(path), "plots": sorted(drawn)})
     return DONE
 
 

@@ -5,10 +5,10 @@ and, if train.digest_every was set, the first digest of the state that differs, 
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
 from parallel3d.train.digests import compare_runs, in_words
 
@@ -18,7 +18,10 @@ def main() -> int:
     """Run the command `runs`; return 1 if the runs differ, 2 if they cannot be compared."""
     args = parse_args()
     difference = compare_runs(args.one, args.other)
-    print(json.dumps(difference) if args.json else "\n".join(in_words(difference)))
+    if args.json:
+        terminal.print_json(difference)
+    else:
+        print("\n".join(in_words(difference)))
     return DONE if difference["same"] else FAILED
 
 

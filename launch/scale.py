@@ -10,7 +10,6 @@ parallel3d scale critical-batch --run runs/mine
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,7 +19,6 @@ from rich.console import Console
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
-from parallel3d.base.step_lines import finite
 from parallel3d.extras.scaling import coordinates, flags, report_page
 from parallel3d.extras.scaling.ladder import critical_batch, design, runner, slurm
 from parallel3d.extras.scaling.ladder.plan import ladder_of, show, to_json
@@ -36,7 +34,7 @@ def main() -> int:
     run_command: Callable[[argparse.Namespace, Console], Outcome] = args.run_command
     code, result = run_command(args, terminal.console(args.json))
     if args.json and result is not None:
-        print(json.dumps(finite(result)))
+        terminal.print_json(result)
     return code
 
 

@@ -1,7 +1,6 @@
 """Train a model: `deepspeed launch/train.py --config ds.json` (or torchrun, srun, plain python)."""
 
 import argparse
-import json
 import sys
 from contextlib import closing
 from functools import partial
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
+from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
 from parallel3d.config import ResolvedConfig, RunConfig, help_text
 from parallel3d.launch import _guards as guards
@@ -68,7 +68,7 @@ def train(
     summary = summarise(start, result, output.peak_name, is_said=mesh.rank == 0)
     print_summary(summary, console, command_to_go_on(start.config, start.folder))
     if as_json and mesh.rank == 0:
-        print(json.dumps(summary.to_json()))
+        terminal.print_json(summary.to_json())
     return STOPPED if result.stopped else DONE
 
 

@@ -6,7 +6,6 @@ plants published silent bugs one at a time, and each must be detected (docs/muse
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -36,7 +35,7 @@ def main() -> int:
         meshes = parse_meshes(args.meshes) if args.meshes else MESHES
         report = verify(config, meshes, Path(folder), console, chosen=bool(args.meshes))
     if args.json:
-        print(json.dumps(report))
+        terminal.print_json(report)
     return DONE if report["passed"] else FAILED
 
 

@@ -3,6 +3,7 @@
 If a table is too wide, each row continues on further lines below the first, and so do the heads.
 """
 
+import json
 import os
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.text import Text
+
+from parallel3d.base.step_lines import finite
 
 PIPED = 132  # width without a terminal and without COLUMNS
 _GAP = "  "  # between two columns
@@ -38,6 +41,11 @@ def console(as_json: bool) -> Console:
     if not out.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         out.width = PIPED
     return out
+
+
+def print_json(value: object) -> None:
+    """Print a command's result as one line of JSON; numbers that are not finite become null."""
+    print(json.dumps(finite(value), allow_nan=False))
 
 
 def show(

@@ -1,6 +1,5 @@
 """The dry run: what the planner predicts for a run, without training."""
 
-import json
 from pathlib import Path
 
 from rich.console import Console
@@ -93,7 +92,7 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
                 "hardware": known.name if known else None,
                 "config": config.to_public_dict(),
             }
-            print(json.dumps(report))
+            terminal.print_json(report)
     return DONE if fits else FAILED
 
 

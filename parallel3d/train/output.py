@@ -96,7 +96,7 @@ class Summary:
 
     def to_json(self) -> dict[str, object]:
         """Return the closing summary as one JSON object."""
-        values = asdict(self.result) | {
+        return asdict(self.result) | {
             "held_out_loss": self.result.held_out_loss,
             "validation": {
                 name: {**loss.to_json(), "perplexity": loss.perplexity}
@@ -106,7 +106,6 @@ class Summary:
             "unigram_loss": self.unigram_loss,
             "files": {name: str(path) for name, path in self.files.items()},
         }
-        return {name: finite(value) for name, value in values.items()}
 
 
 def print_placement(console: Console, config: CompleteConfig, parts: Assembly) -> None:

@@ -41,6 +41,12 @@ PRELOAD = [
 ]
 
 
+_LATE = (
+    "did not end in time: the ranks wait for each other (see their stacks on standard error), or "
+    "other programs use the cores"
+)
+
+
 class RankFailed(TrainingError):
     """A rank raised or died; the message holds its traceback."""
 
@@ -105,7 +111,7 @@ def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float)
         seconds = max(0.0, deadline - time.monotonic())
         ready = mp.connection.wait(list(waiting), timeout=seconds)
         if not ready:
-            raise lost or RanksHung(f"ranks {sorted(waiting.values())} did not end in time")
+            raise lost or RanksHung(f"ranks {sorted(waiting.values())} {_LATE}")
         for pipe in ready:
             assert isinstance(pipe, Connection)
             number = waiting.pop(pipe)
@@ -114,9 +120,10 @@ def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float)
             except (EOFError, OSError):
                 process, _ = ranks[number]
                 process.join(timeout=5)
-                error = RanksHung if process.exitcode == 1 else RankFailed  # 1: faulthandler's
-                message = f"rank {number} of {len(ranks)} died with exit code {process.exitcode}"
-                raise error(message) from None
+                rank = f"rank {number} of {len(ranks)}"
+                if process.exitcode == 1:  # faulthandler's
+                    raise RanksHung(f"{rank} {_LATE}") from None
+                raise RankFailed(f"{rank} died with exit code {process.exitcode}") from None
             if not is_done:
                 failed = RankFailed(f"rank {number} of {len(ranks)}: {value}")
                 if not re.search(r"connection (closed|reset) by peer", value, re.IGNORECASE):

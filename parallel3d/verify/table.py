@@ -255,10 +255,13 @@ def verify(
                 "resumed_from": str(saved) if task.resumes else None,
                 "sequence_length": run.data.sequence_length,
                 "precision": run.precision,
+                "error": raised or None,
             }
         )
         beyond = ", ".join(errors.beyond(bounds))
         verdict = f"DIFFERS ({beyond})" if beyond else "equal"
+        if raised:
+            verdict = "FAILED"
         numbers = (errors.loss, errors.grad_norm, errors.weight, errors.evaluation)
         shown = f"{saved} > {mesh}" if task.resumes else str(mesh)
         if task is LONG_TASK:

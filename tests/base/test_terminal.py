@@ -23,6 +23,13 @@ def lines_at(width: int, columns: list[Column], rows: list[list[str]]) -> list[s
     return [line.plain for line in terminal.table(columns, rows, width)]
 
 
+def test_printed_json_has_null_for_numbers_that_json_lacks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    terminal.print_json({"loss": float("nan"), "each": [1.5, float("-inf")]})
+    assert capsys.readouterr().out == '{"loss": null, "each": [1.5, null]}\n'
+
+
 def test_fitting_table_has_one_line_per_row() -> None:
     columns = [Column("#"), Column("name", right=False, line=1), Column("GiB")]
     assert lines_at(40, columns, [["1", "a b", "72.4"], ["10", "c", "8.0"]]) == [

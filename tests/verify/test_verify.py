@@ -14,6 +14,7 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.models import layers
 from parallel3d.verify import reference, table
+from parallel3d.verify.local_ranks import RanksHung
 from parallel3d.verify.reference import prepare
 from parallel3d.verify.shrink import (
     MESHES,
@@ -42,6 +43,7 @@ KEYS_OF_A_CASE = {
     "resumed_from",
     "sequence_length",
     "precision",
+    "error",
 }
 SETTINGS = {
     "zero": 3,
@@ -229,3 +231,21 @@ def test_difference_ends_with_exit_code_1(monkeypatch, capsys):
     assert [case["passed"] for case in report["cases"]] == [False, False, True]
     assert report["cases"][0]["grad_norm_error"] == pytest.approx(1e-4, rel=0.01)
     assert printed.err.count("DIFFERS (grad_norm)") == 2 and "NOT EQUAL" in printed.err
+
+
+def test_lost_rank_is_a_failure_and_not_a_difference(monkeypatch, capsys):
+    """Its infinite errors were printed as `Infinity`, which is not JSON."""
+
+    def lose_a_rank(*args, **options):
+        raise RanksHung("rank 0 of 1 did not end in time")
+
+    monkeypatch.setattr(table, "checked", lose_a_rank)
+    monkeypatch.setattr(reference, "LONG", SHORT_LONG_CASE)
+    arguments = ["--config", "ds.json", "--meshes", "1x1x1", "--json", *FEW_MICROBATCHES]
+    monkeypatch.setattr(sys, "argv", ["verify", *arguments, "--zero_optimization.stage", "1"])
+    assert launch_verify.main() == 1
+    printed = capsys.readouterr()
+    report = json.loads(printed.out, parse_constant=pytest.fail)
+    assert {case["error"] for case in report["cases"]} == {"rank 0 of 1 did not end in time"}
+    assert report["cases"][0]["loss_error"] is None
+    assert printed.err.count("FAILED") == 3 and "DIFFERS" not in printed.err
