@@ -137,7 +137,8 @@ class DiskPlace(Place):
         if self._run_folder and _RunFolder.of(self._folder.parent) != self._run_folder:
             raise TrainingError(
                 f"{self._folder.parent} is not what it was when the run began: it, or one of "
-                f"{', '.join(_OF_A_RUN)}, was removed or replaced; put it back"
+                f"{', '.join(_OF_A_RUN)}, was removed or replaced; put it back, or start "
+                "the same command again to begin anew"
             )
         disk.make_folder(partial)
 

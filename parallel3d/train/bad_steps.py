@@ -25,7 +25,7 @@ class Verdict(NamedTuple):
 
 
 _LOSS_REMEDY = "Lower optimizer.params.lr, lengthen the warm-up, or check the data of this step"
-_NORM_REMEDY = "The losses are finite. Lower optimizer.params.lr, or try fp32"
+_NORM_REMEDY = "The losses are finite. Lower optimizer.params.lr"
 
 
 class BadSteps:
@@ -35,8 +35,13 @@ class BadSteps:
     window began. `state` has all of it, so a resumed run judges as the unbroken one did.
     """
 
-    def __init__(self, train: TrainConfig, saved: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, train: TrainConfig, saved: Mapping[str, Any] | None = None, precision: str = "fp32"
+    ) -> None:
         self._train = train
+        self._norm_remedy = _NORM_REMEDY
+        if precision != "fp32":
+            self._norm_remedy = f"{_NORM_REMEDY}, or try fp32"
         self.count = int(saved.get(KEY, {}).get("count", 0)) if saved else 0
         """Number of steps that were skipped or rewound."""
         self.rewind_to(saved or {})
@@ -61,7 +66,7 @@ class BadSteps:
                     return self._limited(self._train.on_nonfinite, reason, _LOSS_REMEDY)
         if norm is not None and not 0 <= norm < math.inf:
             reason = "the gradient norm is not finite"
-            return self._limited(self._train.on_nonfinite, reason, _NORM_REMEDY)
+            return self._limited(self._train.on_nonfinite, reason, self._norm_remedy)
         for name, value, earlier in (
             ("loss", loss, self._losses),
             ("gradient norm", norm, self._norms),

@@ -55,7 +55,8 @@ def observed_trainer(
     say = progress.say if progress else _ignore
     stop = stop or StopRequest()
     feed = Feed(config, mesh, start.corpus, parts.schedule)
-    bad = BadSteps(train, start.checkpoint.state if start.checkpoint else None)
+    saved = start.checkpoint.state if start.checkpoint else None
+    bad = BadSteps(train, saved, config.precision)
     rewinder = Rewinder(start, mesh, parts, saver=saver, say=say)
     saving = None
     if saver:

@@ -104,6 +104,8 @@ class Trackers:
             remedy = _REMEDIES.get(name, "check its log")
             if isinstance(error, ImportError):
                 remedy = f"pip install {_PACKAGES.get(name, name)}"
+                if error.name == "accelerate":
+                    remedy = "pip install --upgrade accelerate"
             self._say(
                 f"WARNING: {self._settings[name]}: {name} {what} ({reason}); {remedy}, or remove it"
             )
@@ -150,7 +152,7 @@ def make(name: str, config: CompleteConfig, directory: Path, step: int) -> Any:
     tracking.logger = logging.getLogger("accelerate.tracking")
     cls = tracking.LOGGER_TYPE_TO_CLASS.get(_PACKAGES.get(name, name))
     if cls is None:
-        raise ImportError(f"accelerate has no tracker {name}; update accelerate")
+        raise ImportError(f"accelerate has no tracker {name}", name="accelerate")
     tracker = cls(**_arguments(name, config, directory, step))
     tracker.main_process_only = False
     return tracker

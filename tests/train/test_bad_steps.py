@@ -241,12 +241,17 @@ def test_too_many_bad_batches_stop_the_run(config):
     options = {"train__steps": 6, "checkpoint__every": 2, "train__max_skips": 1}
     skip = named(config, "most", train__on_nonfinite="skip", **options)
     early = named(config, "early", train__on_nonfinite="rewind", **options)
-    runs = start_all([(skip, spoil, [1, 3], float("nan")), (early,)], (1, 1, 1))
-    for most, rewound in zip(*runs, strict=True):
+    lower = changed(early, {"parallel3d.run.name": "lower", "parallel3d.checkpoint.every": 1})
+    spoilt = (spoil, [1], float("nan"))
+    runs = start_all(
+        [(skip, spoil, [1, 3], float("nan")), (early, *spoilt), (lower, *spoilt)], (1, 1, 1)
+    )
+    for most, rewound, mended in zip(*runs, strict=True):
         assert most.error.startswith("TrainingError: the loss on rank 0 is nan, after 1 skipped")
         assert "at step 4" in most.error and "max_skips" in most.error
         assert "Step 2 has no checkpoint before it" in rewound.error
-        assert "checkpoint.every" in rewound.error
+        assert "Lower checkpoint.every, or set train.on_nonfinite" in rewound.error
+        assert (mended.code, mended.error) == (DONE, "")
 
 
 def test_score_is_robust_score_of_scipy():
