@@ -68,7 +68,7 @@ ROOMS = [
 BUDGET = {
     "launch": 6_700,
     "models": 30_500,
-    "parallel3d/base": 8_300,
+    "parallel3d/base": 8_700,
     "parallel3d/checkpoint": 10_000,
     "parallel3d/config": 15_600,
     "parallel3d/data": 31_200,

@@ -222,6 +222,7 @@ def _unknown(
         yield from refused[key].problems(path, value)
         return
     known = list(model.model_fields) if model else []
+    own = [*known, *refused]
     listed = {setting.path: setting.only for setting in settings(root)}
     here = f"this block has: {', '.join(known)}" if known else "remove it"
     name = key.lower().replace("-", "_")
@@ -232,7 +233,7 @@ def _unknown(
         yield Problem(path, value, "is another program's name", f"set {root.foreign[name]}")
     elif section and (longer := [x for x in known if x.endswith(f"_{name}")]):
         yield Problem(path, value, "is not a setting", f'did you mean "{longer[0]}"?')
-    elif name not in places and (near := _nearest(name, [*known, *refused])):
+    elif (name in own or name not in places) and (near := _nearest(name, own)):
         yield Problem(path, value, "is not a setting", f'the nearest one is "{near}"')
     elif near := _nearest(name, places):
         yield Problem(path, value, "is not a setting here", f"did you mean {places[near]}?")

@@ -85,6 +85,8 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 ABSENT: object = object()  # the value of a missing key
+_LONGEST_NAME = 255  # bytes; Linux and its file systems
+_LONGEST_PATH = 4095
 _MOST_OF_A_LIST = 5  # problems in one list that a message shows
 
 
@@ -168,7 +170,22 @@ Strings = Items[str]
 def _path_text(text: str) -> str:
     if hidden := next((c for c in text if c < " " or c == "\x7f"), ""):
         raise ValueError(f"contains the control character U+{ord(hidden):04X}; remove it")
-    return expand_path(text)
+    path = expand_path(text)
+    longest = max(len(os.fsencode(part)) for part in path.split("/"))
+    if "://" not in path and (longest > _LONGEST_NAME or len(os.fsencode(path)) > _LONGEST_PATH):
+        raise ValueError(
+            f"is longer than file systems allow ({_LONGEST_NAME} bytes a name, {_LONGEST_PATH:,} "
+            "in all); write a shorter path"
+        )
+    return path
+
+
+def _local_path(path: str) -> str:
+    if "://" in path:
+        raise ValueError(
+            "is a URL, and only files of a mounted file system are written; name a folder of one"
+        )
+    return path
 
 
 def expand_path(text: str) -> str:
@@ -194,6 +211,8 @@ def expand_path(text: str) -> str:
 # A path without control characters, which no terminal or file system should see; ~ and environment
 # variables are replaced.
 PathText = Annotated[str, AfterValidator(_path_text)]
+# A folder that is written to.
+FolderText = Annotated[PathText, AfterValidator(_local_path)]
 
 
 def _shown(value: object) -> str:

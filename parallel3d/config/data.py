@@ -10,6 +10,7 @@ from pydantic_core import to_jsonable_python
 from parallel3d.base.section import (
     ABSENT,
     Count,
+    FolderText,
     Items,
     NaturalCount,
     PathText,
@@ -233,7 +234,7 @@ class DataConfig(SourceConfig):
     stream_window: Positive | Literal["all"] = 16
     """Shards of a stream whose samples are shuffled together. "all" (or as many) is the order that
     the same corpus has without `stream`."""
-    cache: PathText = Field(default="auto", min_length=1)
+    cache: FolderText = Field(default="auto", min_length=1)
     """Folder for tokenized corpora; "auto" is $XDG_CACHE_HOME/parallel3d or ~/.cache/parallel3d."""
 
     def _problems(self) -> Iterable[Problem]:

@@ -12,8 +12,8 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import (
     Choice,
+    FolderText,
     Natural,
-    PathText,
     Positive,
     PositiveCount,
     Problem,
@@ -110,7 +110,7 @@ class OffloadConfig(Section):
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """Where it lives; required if the block has other keys."""
-    nvme_path: PathText | None = None
+    nvme_path: FolderText | None = None
     """Folder on the NVMe drive of each node; required by device "nvme"."""
     pin_memory: bool = True
     """Use page-locked host memory, so that copies overlap with compute."""

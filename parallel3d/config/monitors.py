@@ -8,7 +8,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from parallel3d.base.section import Items, NaturalCount, PathText, PositiveCount, Strings
+from parallel3d.base.section import (
+    FolderText,
+    Items,
+    NaturalCount,
+    PathText,
+    PositiveCount,
+    Strings,
+)
 from parallel3d.config.switch import Switched
 
 # DeepSpeed's null means the same as a missing block.
@@ -31,7 +38,7 @@ Trackers = Items[Tracker]
 class TensorBoardConfig(Switched):
     """TensorBoard's files, where DeepSpeed puts them: <output_path>/<job_name>."""
 
-    output_path: PathText = ""
+    output_path: FolderText = ""
     """Output folder, relative to the working directory."""
     job_name: PathText = "DeepSpeedJobName"
     """Subfolder of output_path."""

@@ -20,10 +20,10 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.section import (
     Choice,
     Count,
+    FolderText,
     Items,
     Natural,
     NaturalCount,
-    PathText,
     Positive,
     PositiveCount,
     Problem,
@@ -429,7 +429,7 @@ class CheckpointConfig(Section):
     """Steps between copies of the state in the memory of each rank's host and of the next host,
     from which a run goes on after the loss of a process or a host; 0 keeps none. Two steps are
     kept, each of 12 bytes per parameter over all ranks; with several hosts, 24."""
-    in_memory_folder: PathText = Field(default="/dev/shm", min_length=1)
+    in_memory_folder: FolderText = Field(default="/dev/shm", min_length=1)
     """Folder of these copies on each host, in a file system in memory."""
     resume: Annotated[int | str, BeforeValidator(_resume_point)] = "auto"
     """Where to start: "auto" at the run's newest checkpoint that all ranks can verify, if there is
@@ -440,7 +440,7 @@ class CheckpointConfig(Section):
 class OutputConfig(Section):
     """Output of a run, in <directory>/<name>/."""
 
-    directory: PathText = Field(default="runs", min_length=1)
+    directory: FolderText = Field(default="runs", min_length=1)
     """Folder of all runs, relative to the working directory. All nodes must share it."""
     name: Annotated[str, AfterValidator(_plain_name)] = "auto"
     """Name of the run; an existing run is resumed. "auto" is the newest unfinished run of the same

@@ -23,6 +23,7 @@ import numpy as np
 
 from parallel3d.base.atomic import rename, replaced, sync
 from parallel3d.base.errors import DataError
+from parallel3d.base.folder import no_folder
 from parallel3d.base.journal import record
 from parallel3d.base.lock import Lock
 from parallel3d.data.sources import Progress
@@ -35,10 +36,18 @@ _CHECKED_BYTES = 2 * 2**30
 
 
 def cache_root(cache: str) -> Path:
-    """Return the cache's directory; "auto" is parallel3d under $XDG_CACHE_HOME or ~/.cache."""
+    """Return the cache's directory; "auto" is parallel3d under $XDG_CACHE_HOME or ~/.cache.
+
+    Raises DataError if it is a file, before a corpus is read for nothing.
+    """
+    root = Path(cache).absolute()
     if cache == "auto":
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "parallel3d"
-    return Path(cache).absolute()
+        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "parallel3d"
+    if reason := no_folder(root):
+        raise DataError(
+            f"the cache {root} cannot be written ({reason}); set data.cache to a writable directory"
+        )
+    return root
 
 
 @contextmanager

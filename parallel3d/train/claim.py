@@ -17,6 +17,7 @@ from typing import Any
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError, TrainingError, remedy_of
+from parallel3d.base.folder import unwritable
 from parallel3d.base.lock import Lock, LockHeld, read
 from parallel3d.base.say import Say
 from parallel3d.base.section import Section
@@ -25,6 +26,7 @@ from parallel3d.config.digest import digest_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
 
+_WRITABLE = "use a writable folder"
 SUFFIX = ".lock"
 """The ending of a run's lock, which stands beside the run's folder."""
 
@@ -102,14 +104,15 @@ def claim(requested: RunConfig, config: RunConfig, launch: Launch, say: Say) -> 
     Raises ConfigError if another process writes to the folder, or if it is not writable.
     """
     directory = Path(config.parallel3d.run.directory)
+    if reason := unwritable(directory):
+        raise ConfigError(f"{_place_of(directory)}: cannot be written ({reason}); {_WRITABLE}")
     same = digest_of(requested)
     created_directory = None if directory.exists() else directory.absolute()
     try:
         folder, lock = _find(config, launch, directory, same, say)
     except OSError as error:
         raise ConfigError(
-            f'parallel3d.run.directory = "{directory}": cannot be written '
-            f"({error.strerror}); use a writable folder"
+            f"{_place_of(directory)}: cannot be written ({error.strerror}); {_WRITABLE}"
         ) from None
     claimed = Claim(folder, same, lock, created_directory)
     try:
@@ -120,6 +123,10 @@ def claim(requested: RunConfig, config: RunConfig, launch: Launch, say: Say) -> 
         claimed.release()
         raise
     return claimed
+
+
+def _place_of(directory: Path) -> str:
+    return f'parallel3d.run.directory = "{directory}"'
 
 
 @contextmanager

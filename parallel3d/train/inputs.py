@@ -1,9 +1,10 @@
-"""Inputs that a config names and that are not on this machine: found without ranks or tokens."""
+"""Files and folders of a config that a run here cannot use: found without ranks or tokens."""
 
 import os
 from collections.abc import Iterator
 
 from parallel3d.base.errors import DataError
+from parallel3d.base.folder import no_folder, unwritable
 from parallel3d.base.hub_access import is_path
 from parallel3d.config import RunConfig
 from parallel3d.data.tokenised import paths_of
@@ -11,7 +12,7 @@ from parallel3d.data.tokenizer import check_name
 
 
 def missing_inputs(config: RunConfig) -> Iterator[str]:
-    """Yield one message for each file, folder or checkpoint without which a run here would stop.
+    """Yield one message for each file, folder or checkpoint that would stop a run here.
 
     Neither hub nor other hosts are asked. A dry run prints them and goes on, because it may plan a
     run on another machine.
@@ -31,3 +32,24 @@ def missing_inputs(config: RunConfig) -> Iterator[str]:
     resume = config.checkpoint.resume
     if isinstance(resume, str) and resume not in ("auto", "none") and not os.path.isdir(resume):
         yield f'parallel3d.checkpoint.resume = "{resume}": is not a folder; name a checkpoint'
+    yield from _unwritable_folders(config)
+
+
+def _unwritable_folders(config: RunConfig) -> Iterator[str]:
+    """Yield one message for each folder of the config to which a run here cannot write."""
+    zero = config.zero_optimization
+    folders: dict[str, str | None] = {"parallel3d.run.directory": config.run.directory}
+    for name, offload in (
+        ("offload_optimizer", zero.offload_optimizer),
+        ("offload_param", zero.offload_param),
+    ):
+        if offload.device == "nvme":
+            folders[f"zero_optimization.{name}.nvme_path"] = offload.nvme_path
+    if config.checkpoint.in_memory_every:
+        folders["parallel3d.checkpoint.in_memory_folder"] = config.checkpoint.in_memory_folder
+    for path, folder in folders.items():
+        if folder and (reason := unwritable(folder)):
+            yield f'{path} = "{folder}": cannot be written ({reason}); use a writable folder'
+    # Another user may have filled a cache that this one reads.
+    if config.data.cache != "auto" and (reason := no_folder(config.data.cache)):
+        yield f'parallel3d.data.cache = "{config.data.cache}": {reason}; name a folder'

@@ -1,6 +1,7 @@
 """launch/plan.py as a user types it, and what a config's `"mesh": "plan"` trains."""
 
 import json
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -243,6 +244,27 @@ def test_dry_run_says_what_would_stop_a_run_here(tmp_path, monkeypatch, path, te
         "ds.json", ["--data.source", "text", "--data.paths", text, f"--{path}", text]
     )
     assert any(message in line for line in missing_inputs(config))
+
+
+NVME = '{"device": "nvme", "nvme_path": "taken"}'
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--run.directory taken/runs", 'run.directory = "taken/runs": cannot be written ('),
+        ("--run.directory broken", "broken is a link to nowhere, which does not exist"),
+        ("--data.cache taken", 'parallel3d.data.cache = "taken": '),
+        ("--checkpoint.in_memory_every 1 --checkpoint.in_memory_folder taken", "memory_folder = "),
+        (f"--zero_optimization.offload_optimizer {NVME!r}", "offload_optimizer.nvme_path = "),
+    ],
+)
+def test_dry_run_names_files_where_folders_are_due(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    Path("taken").touch()
+    Path("broken").symlink_to("nowhere")
+    (line,) = missing_inputs(RunConfig.from_json("ds.json", shlex.split(words)))
+    assert message in line
 
 
 def test_dry_run_plans_for_named_hardware_of_plain_numbers(tmp_path, monkeypatch, capsys):

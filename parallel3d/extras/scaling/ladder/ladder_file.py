@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, Strict
 
 from parallel3d.base import explain, reader
 from parallel3d.base.counts import read_number
-from parallel3d.base.section import PathText, Problem, Section
+from parallel3d.base.section import FolderText, Problem, Section
 
 
 def _as_number(value: object) -> object:
@@ -187,7 +187,7 @@ class LadderConfig(Section):
     base: str | dict[str, Any]
     """The config that all runs share, without model sizes and training length: a block, or the name
     of its file relative to the ladder's folder."""
-    directory: PathText = Field(min_length=1)
+    directory: FolderText = Field(min_length=1)
     """Folder of the runs, relative to the working directory. Each ladder needs its own."""
     sizes: Annotated[tuple[Annotated[SizeConfig, BeforeValidator(_size)], ...], Strict(False)]
     """The model sizes: numbers, {"params": ...}, or {"model": {"hidden_size": ..., ...}}."""
