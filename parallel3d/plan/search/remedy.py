@@ -21,7 +21,10 @@ def evaluate(request: Request, setting: Setting) -> Plan:
     remedy = ""
     if reason := reason_of(memory, hardware):
         change = smallest_change(request, setting.choices)
-        remedy = change[0] if change else "none on this mesh fits; use another mesh or more devices"
+        fewer = "fewer fixed choices, " if request.fixed else ""
+        remedy = f"none on this mesh fits; use {fewer}another mesh or more devices"
+        if change:
+            remedy = change[0]
     return Plan(request, setting, memory, time, reason, remedy)
 
 

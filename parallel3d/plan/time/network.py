@@ -121,8 +121,8 @@ def _start(nodes: int, curves: Curves) -> float:
 
 
 def _link(hardware: Hardware) -> Link:
-    return hardware.link or refuse(hardware, "link")
+    return hardware.link or refuse(hardware, "link", "plan for 1 device")
 
 
 def _network(hardware: Hardware) -> Link:
-    return hardware.network or refuse(hardware, "network")
+    return hardware.network or refuse(hardware, "network", "plan for the devices of one node")

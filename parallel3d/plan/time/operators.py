@@ -320,9 +320,12 @@ def bandwidth_of(hardware: Hardware) -> float:
     return (hardware.memory_bandwidth or refuse(hardware, "memory_bandwidth")).value
 
 
-def refuse(hardware: Hardware, key: str) -> NoReturn:
-    """Raise UnknownFigure for a figure that the hardware's description lacks."""
+def refuse(hardware: Hardware, key: str, otherwise: str = "") -> NoReturn:
+    """Raise UnknownFigure for a figure that the hardware's description lacks.
+
+    - `otherwise`: what needs no such figure, in words.
+    """
     raise UnknownFigure(
-        f"hardware {hardware.name}: its {key} is not known; add it to its file, or "
-        "plan for fewer devices or without offload"
+        f"hardware {hardware.name}: its {key} is not known; add it to its file"
+        + (f", or {otherwise}" if otherwise else "")
     )

@@ -27,6 +27,7 @@ from parallel3d.plan.setting import Device, Setting, Workload, ZeroState
 from parallel3d.plan.time.network import Kind, RankGroup, collective_seconds, group_of
 from parallel3d.plan.time.operators import Machine, bandwidth_of, matmul_flops, refuse
 
+_NO_OFFLOAD = "plan without offload"
 _FP32_SHARE = 1 / 16
 """FLOP/s of fp32 over those of half precision, where only the latter are known: those of an A100's
 data sheet, 19.5 of 312 TFLOP/s (H100 SXM: 67 of 989)."""
@@ -434,7 +435,7 @@ def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
     """Return the seconds to read `num_bytes` from NVMe, and also to write them if `writes`."""
     host = host_of(machine)
     if host.nvme_read is None or host.nvme_write is None:
-        refuse(machine.hardware, "host.nvme_read or host.nvme_write")
+        refuse(machine.hardware, "host.nvme_read or host.nvme_write", _NO_OFFLOAD)
     seconds = num_bytes / host.nvme_read.value
     seconds += num_bytes / host.nvme_write.value if writes else 0.0
     return seconds / machine.curves.host
@@ -442,4 +443,4 @@ def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
 
 def host_of(machine: Machine) -> Host:
     """Return the figures of the device's host; ConfigError if they are unknown."""
-    return machine.hardware.host or refuse(machine.hardware, "host")
+    return machine.hardware.host or refuse(machine.hardware, "host", _NO_OFFLOAD)
