@@ -177,9 +177,11 @@ def test_missing_figures_of_hardware_are_named() -> None:
     setting = new_setting(layers_of(GPT), 1024, Shape(1, 1024), 4, dp=16)
     bare = A100.model_copy(update={"network": None, "host": None})
     step_time(changed(setting, dp=8), bare)
-    with pytest.raises(ConfigError, match=r"network is not known; add .*plan for fewer devices"):
+    with pytest.raises(
+        ConfigError, match=r"network is not known; add .*plan for the devices of one node"
+    ):
         step_time(setting, bare)
-    with pytest.raises(ConfigError, match=r"host is not known; add .* or without offload"):
+    with pytest.raises(ConfigError, match=r"host is not known; add .* or plan without offload"):
         step_time(changed(setting, dp=8, offload_optimizer="cpu"), bare)
     with pytest.raises(ConfigError, match="no FLOP/s is known for fp8; use one of bf16, or add"):
         step_time(changed(setting, dp=8, precision="fp8"), bare)
