@@ -245,7 +245,7 @@ def test_key_value_heads_are_never_cut():
             "moe",
             {"n_group": 4, "num_experts_per_tok": 3},
             "num_experts_per_tok = 3: is more than "
-            "the 2 experts of topk_group=1 groups; use 2 or less, or more groups",
+            "the 2 experts of topk_group=1 groups; use 2 or less, or a larger topk_group",
         ),
         ("moe", {"first_k_dense_replace": 2}, "leaves no layer with experts"),
         (
