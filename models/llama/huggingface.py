@@ -6,6 +6,7 @@ The biases and norms of a config decide on the class (`_classes_with_switches`).
 import json
 import re
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,18 +78,39 @@ def _possible_classes(config: Config) -> list[str]:
 
     Raises ValueError if there is none.
     """
-    names = [name for name in _classes_with_switches(config) if not windows_unlike(config, name)]
+    names = _classes_like(config)
     if names:
         return names
-    on = {name: getattr(config, name) for name in _SWITCHES}
+    on = {name: getattr(config, name) for name in (*_SWITCHES, "sliding_window")}
     on = {name: value for name, value in on.items() if value}
-    if config.sliding_window is not None:
-        on["sliding_window"] = config.sliding_window
     texts = [f"{name} = {json.dumps(value)}" for name, value in on.items()]
     raise ValueError(
-        f"{' with '.join(texts)}: no class of transformers has exactly these switches; turn "
-        "one of them off, or set attention_bias and attention_output_bias alike"
+        f"{' with '.join(texts)}: no class of transformers has exactly these switches; train "
+        f"without {', or without '.join(_fewest_to_turn_off(config, tuple(on)))}"
     )
+
+
+def _fewest_to_turn_off(config: Config, on: tuple[str, ...]) -> list[str]:
+    """Return the switches without which a class is like the config: each of the fewest, in words.
+
+    - `on`: the switches that are on; without all of them LlamaForCausalLM is.
+    """
+    found = []
+    for count in range(1, len(on) + 1):
+        for names in combinations(on, count):
+            changes: dict[str, object] = dict.fromkeys(names, False)
+            if "sliding_window" in names:
+                changes |= {"sliding_window": None, "layer_types": None}
+            if _classes_like(config.model_copy(update=changes)):
+                found.append(" and ".join(names))
+        if found:
+            break
+    return found
+
+
+def _classes_like(config: Config) -> list[str]:
+    """Return the classes of transformers with the biases, norms and windows of a config."""
+    return [name for name in _classes_with_switches(config) if not windows_unlike(config, name)]
 
 
 def _classes_with_switches(config: Config) -> tuple[str, ...]:

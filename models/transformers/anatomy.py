@@ -74,7 +74,8 @@ def settings_of(config: str) -> Any:
         raise Unsupported(text, where, "change its fields") from None
     for name in _unknown(fields, settings):
         if _is_misspelt(name, known):
-            raise Unsupported(f"is no field of a {kind}", name, _near(name, known))
+            otherwise = "remove it, or use another model"
+            raise Unsupported(f"is no field of a {kind}", name, _near(name, known, otherwise))
     settings.use_cache = False
     # Broad: some classes check their fields in a way of their own.
     with suppress(Exception):  # in pretraining every token counts
@@ -130,13 +131,15 @@ def _instead_of(fields: Mapping[str, Any]) -> str:
     if found:  # several types may have one class
         kind = max(found)[1]
         return f'"architectures" names the class of "{kind}", which is the model_type to use'
-    return _near(str(fields.get("model_type")), CONFIG_MAPPING)
+    if "model_type" not in fields:
+        return "add it"
+    return _near(str(fields["model_type"]), CONFIG_MAPPING, "use another model")
 
 
-def _near(name: str, known: Iterable[str]) -> str:
+def _near(name: str, known: Iterable[str], otherwise: str) -> str:
     """Return a remedy for an unknown name: there are too many known ones to list."""
     near = get_close_matches(name, known, n=1)
-    return f'the nearest one is "{near[0]}"' if near else "remove it, or use another model"
+    return f'the nearest one is "{near[0]}"' if near else otherwise
 
 
 FINDINGS = TypeAdapter(Findings)
