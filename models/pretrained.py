@@ -20,6 +20,8 @@ NEUTRAL = {
     "dtype",
     "torch_dtype",
     "transformers_version",
+    "tokenizer_class",
+    "max_sequence_length",
     "use_cache",
     "bos_token_id",
     "eos_token_id",

@@ -50,8 +50,13 @@ def remedy_of(error: OSError, otherwise: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the first line of an error's message, or its type if it has none.
+
+    A line that ends with a colon has the next one with it.
+    """
+    line, *others = (str(error).strip() or type(error).__name__).splitlines()
+    if line.endswith(":") and others:
+        line = f"{line} {others[0].strip()}"
     # Python's advice to programmers, about numbers of thousands of digits.
     return line.partition("; use sys.set_int_max_str_digits")[0]
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -21,7 +22,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.explain import problems_in
 from parallel3d.base.hub_access import why_unreachable
 from parallel3d.base.reader import JsonObject
-from parallel3d.base.section import Problem, Problems, expand_path
+from parallel3d.base.section import Problem, Problems, expand_path, raise_if_any
 from parallel3d.model.config import ModelConfig
 from parallel3d.models import pretrained
 
@@ -43,7 +44,13 @@ SETTINGS = (
     "additional_chat_templates/*.jinja",
 )
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-CARRIED = (*_SPECIAL_IDS, "sep_token_id", "task_specific_params", "use_cache")
+CARRIED = (
+    *_SPECIAL_IDS,
+    "sep_token_id",
+    "task_specific_params",
+    "tokenizer_class",
+    "use_cache",
+)
 """Fields of a config.json that an export has again: they neither change training nor follow it."""
 _SAMPLING = (
     "max_length",
@@ -57,6 +64,7 @@ _SAMPLING = (
     "repetition_penalty",
     "length_penalty",
 )
+_POINTER = b"version https://git-lfs"
 _SHARD = re.compile(r"[^/\\\x00-\x1f]{1,240}\.safetensors")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
@@ -104,8 +112,9 @@ def _described(model: ModelConfig, config: Mapping[str, object]) -> str:
 def read_published(folder: Path, config: Mapping[str, object]) -> JsonObject:
     """Return the block `parallel3d.run.published` for a model's folder and its config.json.
 
-    Raises ConfigError if its generation_config.json is not valid JSON.
+    Raises ConfigError if its generation_config.json is not valid JSON, or a special id no id.
     """
+    raise_if_any(_wrong_ids(folder, config), str(folder))
     path = folder / "generation_config.json"
     generation: JsonObject | None = None
     if os.path.isfile(path):
@@ -121,10 +130,27 @@ def read_published(folder: Path, config: Mapping[str, object]) -> JsonObject:
     }
 
 
+def _wrong_ids(folder: Path, config: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield the special ids of a config.json that transformers, and a tokenizer, cannot load."""
+    for key in (*_SPECIAL_IDS, "sep_token_id"):
+        value = config.get(key)
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) and key == "eos_token_id" else [value]
+        if any(type(item) is not int for item in ids):
+            remedy = "write the id as a whole number without quotes in a copy of the folder"
+            yield Problem(f"{folder / 'config.json'}: {key}", value, "is no token id", remedy)
+
+
 def read_config(folder: Path) -> JsonObject:
     """Return the object in a folder's config.json; raises ConfigError."""
     path = folder / "config.json"
     if not os.path.isfile(path):
+        if os.path.isfile(folder / "adapter_config.json"):
+            raise ConfigError(
+                f"{folder}: has an adapter (adapter_config.json) without its model; merge it into "
+                "the model with peft's merge_and_unload, save that, and name its folder"
+            )
         raise ConfigError(f"{path}: is missing; name a folder that transformers can load")
     return reader.read(path)
 
@@ -174,6 +200,10 @@ def weight_files(folder: Path) -> list[Path]:
             return shards
         if single.is_file():
             return [single]
+        if single.is_symlink():
+            raise ConfigError(
+                f"{single}: is a link to {os.readlink(single)}, which does not exist; download it"
+            )
     except OSError as error:
         raise _unreadable(Path(error.filename or folder), error) from None
     if pickled := sorted([*folder.glob("*.bin"), *folder.glob("*.pt*"), *folder.glob("*.ckpt")]):
@@ -217,9 +247,18 @@ def digest_of(folder: Path) -> str:
             raise _unreadable(path, error) from None
         except SafetensorError as error:
             raise ConfigError(
-                f"{path}: is not a valid safetensors file ({error}); download it again"
+                f"{path}: is not a valid safetensors file ({pointer(path) or error}); download it "
+                "again"
             ) from None
     return digest.hexdigest()
+
+
+def pointer(path: Path) -> str:
+    """Return what a file is that stands for another one in a Git repository; "" if it does not."""
+    with suppress(OSError), open(path, "rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            return "it is a pointer of Git LFS: `git lfs pull` in its folder fetches the file"
+    return ""
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel3d.base.errors import DataError, first_line
 from parallel3d.base.hub_access import is_path, why_unreachable
+from parallel3d.config.pretrained import pointer
 from parallel3d.data.lines import Piece
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ LONGEST = 2**17
 # Files that AutoTokenizer reads; a model's directory also holds gigabytes of weights.
 TEMPLATES = "additional_chat_templates"  # transformers' folder of further chat templates
 TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+# What transformers keeps of a call, and would write into tokenizer_config.json.
+_LOADING = ("is_local", "local_files_only")
 # Files of published tokenizers that transformers reads and does not write. Other programs need
 # them: llama.cpp the model of sentencepiece.
 _NOT_WRITTEN = (
@@ -74,16 +77,34 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
         )
     # Broad: each backend raises its own exceptions, and tokenizers a bare Exception.
     except Exception as error:
+        reason, remedy = _why_not(Path(name), error)
         raise DataError(
-            f"data.tokenizer = {str(name)!r}: AutoTokenizer cannot load it ({first_line(error)});"
-            " use a directory that contains tokenizer.json, or for text 'train'"
+            f"data.tokenizer = {str(name)!r}: AutoTokenizer cannot load it ({reason}); {remedy}, or"
+            " for text use 'train'"
         ) from error
+    for word in _LOADING:
+        tokenizer.init_kwargs.pop(word, None)
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"data.tokenizer = {str(name)!r}: no end-of-text token, which separates documents;"
             " set eos_token in its tokenizer_config.json"
         )
     return tokenizer
+
+
+def _why_not(directory: Path, error: Exception) -> tuple[str, str]:
+    """Return why AutoTokenizer fails on a directory, and what helps."""
+    settings = directory / "tokenizer_config.json"
+    files = sorted(directory.glob("*")) if directory.is_dir() else []
+    for path in files:
+        if path.suffix in TOKENIZER_SUFFIXES and (reason := pointer(path)):
+            return f"{path.name}: {reason}", "fetch it"
+    if not (directory / "tokenizer.json").is_file():
+        return first_line(error), "use a directory that contains tokenizer.json"
+    with suppress(OSError):
+        if b'"auto_map"' in settings.read_bytes():
+            return "its tokenizer_config.json names custom code", "remove auto_map in a copy of it"
+    return first_line(error), "mend its files, or use the directory of another tokenizer"
 
 
 def check_once(directory: Path, cache: Path) -> None:
@@ -193,10 +214,11 @@ def tokenizer_directory(name: str) -> Iterator[Path | None]:
 def directory_digest(directory: Path) -> str:
     """Return a digest of names and contents of the tokenizer files in `directory`."""
     digest = blake2b(digest_size=20)
-    for path in sorted(directory.iterdir()):
+    templates = sorted((directory / TEMPLATES).glob("*.jinja"))
+    for path in (*sorted(directory.iterdir()), *templates):
         if path.suffix in TOKENIZER_SUFFIXES and path.is_file():
             content = blake2b(path.read_bytes(), digest_size=20).hexdigest()
-            digest.update(f"{path.name}\0{content}\n".encode())
+            digest.update(f"{path.relative_to(directory)}\0{content}\n".encode())
     return digest.hexdigest()
 
 

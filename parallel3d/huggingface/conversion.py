@@ -21,7 +21,7 @@ from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError, first_line, remedy_of
 from parallel3d.checkpoint.chunks import memory_of, recycled
 from parallel3d.checkpoint.disk import remove_folder
-from parallel3d.config.pretrained import derive_model_block, model_of, read_config
+from parallel3d.config.pretrained import derive_model_block, model_of, read_config, read_published
 from parallel3d.data.sources import Progress, no_progress
 from parallel3d.huggingface.beside import GENERATION
 from parallel3d.huggingface.source import CheckpointSource, PublishedWeights
@@ -339,6 +339,7 @@ def import_folder(
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder; name one that contains config.json")
     settings = read_config(folder)
+    read_published(folder, settings)  # a run would refuse what is wrong with it
     block = derive_model_block(folder, settings)
     config = model_of(folder, block)
     weights = PublishedWeights(folder, config)

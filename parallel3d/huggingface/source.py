@@ -3,6 +3,7 @@
 No other bytes are read, and no file stays open.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, product
@@ -36,7 +37,7 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.checkpoint.safe_files import is_count, tokenizer_digest
 from parallel3d.config import RunConfig
-from parallel3d.config.pretrained import weight_files
+from parallel3d.config.pretrained import pointer, weight_files
 from parallel3d.data.sources import Progress, no_progress
 from parallel3d.data.tokenizer import load_tokenizer
 from parallel3d.huggingface.beside import beside_of, published_tokenizer
@@ -47,6 +48,9 @@ from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import named_params, tied_names
 from parallel3d.models.earlier import stored_in
 from parallel3d.models.pretrained import Part
+
+# Names of tensors that torch's wrappers of a model have.
+_WRAPPER = re.compile(r"(?:module|_orig_mod|_fsdp_wrapped_module)\.")
 
 
 class CheckpointSource:
@@ -211,8 +215,8 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{path}: its header is not that of a safetensors file ({error}); download or "
-                "write it again"
+                f"{path}: its header is not that of a safetensors file ({pointer(path) or error}); "
+                "download or write it again"
             ) from None
     return tensors
 
@@ -356,9 +360,13 @@ class PublishedWeights:
                         continue
                     if predicts and own.startswith(further):
                         continue
+                    wrapper = _WRAPPER.match(own)
+                    remedy = "use another model"
+                    if wrapper:
+                        remedy = f"save the model inside the wrapper that writes {wrapper[0]!r}"
                     raise ConfigError(
                         f"{self.folder}: has the tensor {own}, which the model of config.json does "
-                        "not have; use another model"
+                        f"not have; {remedy}"
                     )
                 first = stored_by_name.get(name)
                 if first:

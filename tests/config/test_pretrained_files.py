@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.config.test_pretrained import LLAMA, published, refused
+from tests.config.test_pretrained import LLAMA, config_of, published, refused
 
 pytestmark = pytest.mark.pure
 
@@ -61,6 +61,46 @@ def test_shard_with_invalid_header_is_refused(start, size, tmp_path):
     message = refused(path.parent)
     assert message.startswith(f"{path}: is not a valid safetensors file (")
     assert message.endswith("; download it again")
+
+
+def test_pointer_of_git_lfs_says_how_to_fetch_the_file(tmp_path):
+    path = published(tmp_path / "model", LLAMA) / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "it is a pointer of Git LFS: `git lfs pull`" in refused(path.parent)
+
+
+def test_link_to_weights_that_are_gone_is_named(tmp_path):
+    path = published(tmp_path / "model", LLAMA) / "model.safetensors"
+    path.unlink()
+    path.symlink_to("../blobs/gone")
+    assert f"{path}: is a link to ../blobs/gone, which does not exist" in refused(path.parent)
+
+
+def test_adapter_without_its_model_is_named(tmp_path):
+    folder = published(tmp_path / "model", LLAMA)
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    assert "has an adapter (adapter_config.json) without its model; merge it" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("eos_token_id", "2"),
+        ("eos_token_id", [2, None]),
+        ("pad_token_id", [2]),
+        ("bos_token_id", 1.5),
+    ],
+)
+def test_special_id_that_no_tokenizer_loads_is_refused(key, value, tmp_path):
+    """A run said that its tokenizer cannot be loaded, and to use one that it has."""
+    folder = published(tmp_path / "model", LLAMA | {key: value})
+    (line,) = refused(folder).splitlines()[1:]
+    assert line.startswith(f"  {folder}/config.json: {key} = {json.dumps(value)}: is no token id; ")
+
+
+def test_special_ids_of_published_models_are_accepted(tmp_path):
+    ids = {"eos_token_id": [1, 2], "bos_token_id": None, "pad_token_id": -1}
+    config_of(published(tmp_path / "model", LLAMA | ids | {"tokenizer_class": "LlamaTokenizer"}))
 
 
 def test_unsearchable_folder_is_refused(tmp_path, monkeypatch):

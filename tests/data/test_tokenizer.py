@@ -1,6 +1,7 @@
 """The trained tokenizer is an ordinary, deterministic Hugging Face tokenizer; bad ones refused."""
 
 import json
+import shutil
 import socket
 import threading
 import time
@@ -24,6 +25,7 @@ from parallel3d.data.tokenizer import (
     load_tokenizer,
     lost_share,
     num_tokens,
+    save_tokenizer,
     tokenizer_directory,
     train_tokenizer,
 )
@@ -245,6 +247,40 @@ def test_digest_ignores_weights_beside_a_tokenizer(trained):
     assert directory_digest(trained) == before
     (trained / "special_tokens_map.json").write_text("{}")
     assert directory_digest(trained) != before
+
+
+def test_digest_covers_further_chat_templates(trained):
+    """Else a run has the tokenizer of an earlier one, whose corpus it finds in the cache."""
+    before = directory_digest(trained)
+    (trained / "additional_chat_templates").mkdir()
+    template = trained / "additional_chat_templates/tool_use.jinja"
+    template.write_text("{{ messages }}")
+    with_template = directory_digest(trained)
+    template.write_text("{{ tools }}")
+    assert len({before, with_template, directory_digest(trained)}) == 3
+
+
+def test_saved_tokenizer_says_nothing_of_how_it_was_loaded(trained, tmp_path):
+    save_tokenizer(load_tokenizer(trained), tmp_path / "saved")
+    settings = json.loads((tmp_path / "saved/tokenizer_config.json").read_text())
+    assert not settings.keys() & {"local_files_only", "is_local"}
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["x.X", null]}}', "auto_map in"),
+        ("tokenizer.json", '{"model": 1}', "mend its files"),
+    ],
+)
+def test_remedy_fits_why_a_tokenizer_cannot_be_loaded(trained, tmp_path, file, text, words):
+    folder = tmp_path / "broken"
+    shutil.copytree(trained, folder)
+    (folder / file).write_text(text)
+    with pytest.raises(DataError, match="AutoTokenizer cannot load it") as caught:
+        load_tokenizer(folder)
+    assert words in str(caught.value) and "a directory that contains" not in str(caught.value)
 
 
 def test_files_of_the_hubs_cache_are_copied_unless_they_are_there(tmp_path, monkeypatch):

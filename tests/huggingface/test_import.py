@@ -147,6 +147,22 @@ def test_changed_values_are_detected(tmp_path, monkeypatch):
     assert any(difference in what for what in proof.differs), proof.differs
 
 
+def test_import_refuses_what_a_run_would(tmp_path):
+    folder = save("llama2", tmp_path / "model")
+    (folder / "generation_config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"generation_config\.json: must be one object"):
+        import_folder(folder, tmp_path / "new")
+
+
+def test_names_of_a_wrapper_are_said_to_be_its(tmp_path):
+    folder = save("llama2", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    wrapped = {f"_orig_mod.{name}": value for name, value in tensors.items()}
+    save_file(wrapped, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"inside the wrapper that writes '_orig_mod\.'"):
+        import_folder(folder, tmp_path / "new")
+
+
 def test_unsupported_models_are_refused(tmp_path):
     folder = save("llama2", tmp_path / "model")
     (tmp_path / "out").mkdir()
