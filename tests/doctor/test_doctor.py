@@ -1,6 +1,7 @@
 """The doctor names each planted outlier: on facts of four ranks, on gloo, and as a command."""
 
 import json
+import re
 import resource
 import subprocess
 import time
@@ -82,6 +83,23 @@ def test_differing_rank_is_named(name, value, remedy):
         rows = [HEALTHY | {name: value} if rank == odd else HEALTHY for rank in range(4)]
         ((failed, (outliers, text)),) = failures(rows).items()
         assert (failed, outliers) == (name, (odd,)) and remedy in text
+
+
+def test_limit_that_a_remedy_names_is_enough():
+    """As `ulimit -n`, Docker's --ulimit and its --shm-size 1g set them; or the host is left out."""
+    low = {"open files": 256, "locked memory": 2**16, "shared memory": 2**26}
+    low |= {"free memory per rank": GIB, "free disk for runs": 2**20}
+    failed = failures([HEALTHY | low, HEALTHY, HEALTHY, HEALTHY])
+    assert failed.keys() == low.keys()
+    files = re.search(
+        r"raise the limit to ([\d,]+) or more .* nofile=(\d+)", failed["open files"][1]
+    )
+    named = {"open files": int(files[2]), "locked memory": resource.RLIM_INFINITY}
+    assert "--ulimit memlock=-1" in failed["locked memory"][1]
+    assert "--shm-size 1g" in failed["shared memory"][1]
+    named |= {"shared memory": 2**30, "free memory per rank": 64 * GIB, "free disk for runs": GIB}
+    assert failures([HEALTHY | named, HEALTHY, HEALTHY, HEALTHY]) == {}
+    assert failures([HEALTHY] * 3) == {}
 
 
 def test_unshared_data_cache_passes():

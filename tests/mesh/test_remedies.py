@@ -1,14 +1,18 @@
 """Each remedy about a launcher's variables is applied as it is written, and ranks are known."""
 
 import re
+import socket
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from parallel3d.mesh import device
+from parallel3d.base.errors import RankError
+from parallel3d.mesh import device, join
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.verify.local_ranks import free_port
 from tests.mesh.test_launchers import BATCH, OPEN_MPI, STEP, launch_of  # noqa: F401
 from tests.remedies import refused
 
@@ -72,3 +76,25 @@ def test_mesh_has_as_many_ranks_as_processes():
     mesh = Mesh(launch=Launch(0, 1, 0))
     assert mesh.world.size == 1
     mesh.close()
+
+
+@pytest.mark.slow  # two seconds of waiting
+def test_port_in_use_is_freed_or_another_one_is_set(launch_of, monkeypatch):  # noqa: F811
+    """A store that waits for another rank was served, so its message is another one."""
+
+    def meet(port):
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        launch = launch_of({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0} | place)
+        monkeypatch.setattr(join, "_store", None)
+        with pytest.raises(RankError) as caught:
+            join.meet(launch, timedelta(seconds=0.2))
+        return str(caught.value)
+
+    monkeypatch.setattr(join, "_SECONDS_OF_UNKNOWN", 0.0)
+    monkeypatch.setattr(join, "_LEAST_SECONDS_OF_UNKNOWN", 0.2)
+    remedy = "end the process that has this port, or set MASTER_PORT to a free one"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert remedy in meet(port)
+        assert "have not met" in meet(free_port())
+    assert "have not met" in meet(port)
