@@ -232,3 +232,49 @@ def test_folder_with_a_checkpoint_is_named(convert, folder, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "name the folder that has one" in convert(tmp_path / "empty")
     assert not convert(folder)
+
+
+FROM_WEIGHTS = (
+    "start from the weights alone: export them to a transformers folder, and name it in "
+    "parallel3d.model.from_pretrained"
+)
+
+
+def test_unreadable_run_begins_from_its_weights_alone(convert, tmp_path):
+    """Experts in files of their own, and a tensor with a name of the program's own."""
+    from parallel3d.config import RunConfig
+
+    theirs = tmp_path / "theirs"
+    Run().save_as_trainer(theirs)
+    experts = tmp_path / "experts"
+    experts.mkdir()
+    for name in ("mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt"):
+        (experts / name).write_bytes(b"")
+    assert FROM_WEIGHTS in convert(experts)
+    named = tmp_path / "named"
+    copytree(theirs, named)
+    tensors = load_file(theirs / "model.safetensors")
+    tensors["model.layers.0.mine.weight"] = tensors.pop("model.layers.0.mlp.down_proj.weight")
+    own = {f"mine.{name}": value for name, value in tensors.items()}
+    save_file(own, named / "model.safetensors", metadata={"format": "pt"})
+    assert convert(named)
+    raw = json.loads(write_config(tmp_path, warmup=0).read_text())
+    raw["parallel3d"]["model"] = {"from_pretrained": str(theirs)}
+    assert RunConfig.from_dict(raw).model.num_hidden_layers == 2
+
+
+def test_files_of_older_torch_are_saved_again(convert, tmp_path):
+    theirs = tmp_path / "theirs"
+    Run().save_as_trainer(theirs)
+    state = torch.load(theirs / "optimizer.pt", weights_only=True)
+    torch.save(state, theirs / "optimizer.pt", _use_new_zipfile_serialization=False)
+    assert "load and save it with torch again" in convert(theirs)
+    state = torch.load(theirs / "optimizer.pt", weights_only=True)
+    torch.save(state, theirs / "optimizer.pt")
+    assert not convert(theirs)
+
+
+def test_sizes_are_those_of_the_run(convert, folder):
+    wider = ("--parallel3d.model.intermediate_size", "64")
+    assert "set " in convert(folder, *wider)
+    assert not convert(folder)

@@ -34,7 +34,7 @@ from parallel3d.extras.foreign.checkpoints import dcp, deepspeed_folder, trainer
 from parallel3d.extras.foreign.checkpoints.names import Names
 from parallel3d.extras.foreign.checkpoints.parameters import Parameters
 from parallel3d.extras.foreign.checkpoints.source import Source
-from parallel3d.extras.foreign.checkpoints.tensors import KINDS
+from parallel3d.extras.foreign.checkpoints.tensors import FROM_WEIGHTS, KINDS
 from parallel3d.model import optimizers
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.models.pretrained import free_settings
@@ -78,7 +78,7 @@ def open_source(path: Path, names: Names) -> Source:
     except (KeyError, IndexError, AttributeError, TypeError, AssertionError) as error:
         raise CheckpointError(
             f"{path}: has files of an unknown layout ({type(error).__name__}: {error}); save it "
-            "with a current version of its program, or export it to a transformers folder"
+            f"with a current version of its program, or {FROM_WEIGHTS}"
         ) from None
 
 

@@ -17,6 +17,7 @@ from parallel3d.extras.foreign.checkpoints.ids import OfIds
 from parallel3d.extras.foreign.checkpoints.pickles import Inert, Stored, load
 from parallel3d.extras.foreign.checkpoints.source import Source, check_adamw
 from parallel3d.extras.foreign.checkpoints.tensors import (
+    FROM_WEIGHTS,
     KINDS,
     FlatPiece,
     ForeignTensor,
@@ -60,8 +61,7 @@ def open_deepspeed(folder: Path) -> Source:
             optimizers[int(match[2])][int(match[1])] = path
         elif "expp_rank" in path.name or re.match(r"layer_\d+_expert_", path.name):
             raise CheckpointError(
-                f"{path}: experts that are divided over ranks cannot be read; convert the folder "
-                "with DeepSpeed's ds_to_universal first"
+                f"{path}: experts that are divided over ranks cannot be read; {FROM_WEIGHTS}"
             )
     if not models:
         raise CheckpointError(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel3d import models
 from parallel3d.base.errors import CheckpointError, ConfigError
-from parallel3d.extras.foreign.checkpoints.tensors import ForeignTensor
+from parallel3d.extras.foreign.checkpoints.tensors import FROM_WEIGHTS, ForeignTensor
 from parallel3d.model.config import ModelConfig
 
 Transform = Callable[[Tensor], Tensor]
@@ -169,7 +169,7 @@ class Names:
         if kind not in _LAYOUTS:
             raise CheckpointError(
                 f"{folder}: {next(iter(foreign))} is no name of transformers' {kind}, and its own "
-                "names are not known; export the run to a transformers folder"
+                f"names are not known; {FROM_WEIGHTS}"
             )
         found = dict(self._from_table(foreign, kind, folder))
         for name, derived in found.items():
@@ -230,13 +230,13 @@ class Names:
         if row is None:
             raise CheckpointError(
                 f"{folder}: {own} has no counterpart in transformers' {kind} that is known here; "
-                "export the run to a transformers folder"
+                f"{FROM_WEIGHTS}"
             )
         is_fused = "query_key_value" in leaf
         if is_fused and self._kv_heads != self._heads and "self_attention" not in leaf:
             raise CheckpointError(
                 f"{folder}: {own} has grouped queries in GPT-NeoX's order, which is not known "
-                "here; export the run to a transformers folder"
+                f"here; {FROM_WEIGHTS}"
             )
         for target, how in row:
             yield target, self._transform(how)

@@ -14,7 +14,7 @@ from parallel3d.checkpoint.chunks import empty
 from parallel3d.config import CompleteConfig
 from parallel3d.extras.foreign.checkpoints.names import Derived, Names
 from parallel3d.extras.foreign.checkpoints.source import Source
-from parallel3d.extras.foreign.checkpoints.tensors import KINDS
+from parallel3d.extras.foreign.checkpoints.tensors import FROM_WEIGHTS, KINDS
 from parallel3d.model.spec import LayerSpec, ParamSpec, named_params, tied_names
 from parallel3d.models.pretrained import Part
 
@@ -88,8 +88,8 @@ class Parameters:
         if tensor.dtype != torch.float32:
             raise CheckpointError(
                 f"{place} is stored in {str(tensor.dtype).removeprefix('torch.')}, which has lost "
-                "bits that AdamW needs; keep it in fp32 (the weights' masters, too), or start from "
-                "the weights alone: parallel3d.model.from_pretrained"
+                "bits that AdamW needs; keep it in fp32 (the weights' masters, too), or "
+                f"{FROM_WEIGHTS}"
             )
         problem = tensor.problem()
         if problem:

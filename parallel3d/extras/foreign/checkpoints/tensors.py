@@ -12,6 +12,11 @@ from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.chunks import Box, empty, tile
 from parallel3d.extras.foreign.checkpoints.pickles import Stored
 
+FROM_WEIGHTS = (
+    "start from the weights alone: export them to a transformers folder, and name it in "
+    "parallel3d.model.from_pretrained"
+)
+"""The remedy where weights and moments cannot be read together."""
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 """The names of a weight in fp32 and its two moments, here and in our checkpoints."""
 
