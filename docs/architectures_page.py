@@ -46,11 +46,12 @@ transformers' own model in fp32 is then from itself in fp64, in one process: whe
 architecture amplifies the rounding of fp32, and a mesh is no nearer. Check yours with
 `launch/verify.py` before you train it.
 
-Two are further than transformers in fp32, and rounding it is: at 0.2 `gpt_oss` differs in one weight
-of the first output projection, whose gradient is nearly zero, so that Adam makes a step of rounding
-(median difference of that matrix: 4e-9), and already on one rank. In `qwen3_5_moe_text` the norm of
-the second step differs; in the first one each parameter's gradient on tp 2 has the norm of one rank
-within 6e-5, and their norms are as far from fp64 as that of transformers is.
+Two are further from it than transformers in fp32, by rounding as well. At 0.2 `gpt_oss` differs in
+one weight of the first output projection, on one rank, too: its gradient is nearly zero, and Adam
+makes a step of its rounding (the median difference in that matrix is 4e-9). In `qwen3_5_moe_text`
+the norm of the second step differs. In the first step the gradient of each parameter has the same
+norm on tp 2 as on one rank, within 6e-5, and the whole norm is as far from fp64 as that of
+transformers.
 
 """
 _REFUSED = """
