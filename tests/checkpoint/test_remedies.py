@@ -2,18 +2,23 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.describe import find_checkpoints
 from parallel3d.checkpoint.find import find_named, find_newest
+from parallel3d.checkpoint.load import _check_parameters
 from parallel3d.checkpoint.manifest import read_manifest, read_state
 from parallel3d.checkpoint.on_disk import DiskPlace
 from parallel3d.checkpoint.state import RunState
 from parallel3d.config import RunConfig
+from parallel3d.config.parallel3d_block import CheckpointConfig
 from parallel3d.data.prepare import prepare
+from parallel3d.extras.guard.host_memory import open_memory
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.nodes import find_nodes
 from tests.checkpoint.drill import changed, prepared_config
 from tests.checkpoint.folders import FIRST, make_checkpoint, seal, state_of
 from tests.remedies import refused
@@ -142,3 +147,27 @@ def test_own_tokenizer_is_named(raw, tmp_path):
 def test_state_is_read_as_it_was_written(tmp_path):
     folder = make_checkpoint(tmp_path, step=10)
     assert read_manifest(folder).step == read_state(folder)["step"]
+
+
+def test_folder_in_memory_is_named_for_each_host(tmp_path):
+    """As the setting's default, which is in memory on each host."""
+    mesh = Mesh()
+    nodes = find_nodes(mesh)
+
+    def open_in(folder):
+        settings = CheckpointConfig(in_memory_every=1, in_memory_folder=str(folder))
+        return open_memory(settings, mesh, nodes, tmp_path / "run", print)
+
+    with refused("name a folder in memory of each host"):
+        open_in(tmp_path / "nowhere")
+    memory = open_in(tmp_path)
+    message = memory.describe_missing(10**9, 10**10)
+    assert "enlarge it (docker: --shm-size), or set checkpoint.in_memory_folder" in message
+
+
+def test_model_is_set_back():
+    expected = {"weight": (4, 4)}
+    source = SimpleNamespace(folder="step-1", state={"parameters": {"weight": {"shape": [4, 8]}}})
+    with refused("set the model back, or start a new run"):
+        _check_parameters(source, expected)
+    _check_parameters(source, {"weight": (4, 8)})

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from launch import convert, draw, plan, prepare, quick, report
+from launch import convert, draw, generate, plan, prepare, quick, report
 from parallel3d.config import RunConfig
 from tests.checkpoint.folders import make_checkpoint, seal, state_of
 from tests.remedies import refused
@@ -131,6 +131,21 @@ def test_manifest_is_of_a_stream(command, tmp_path):
     assert code == 0, err
 
 
+def test_documents_are_counted_before_they_are_shown():
+    """By a manifest that counts them, or in a corpus."""
+    text = {"source": "jsonl", "paths": ["a.jsonl"], "sequence_length": 8, "tokenizer": "gpt2"}
+    stream = text | {"stream": True, "manifest": "m"}
+
+    def options_of(data):
+        config = RunConfig.from_json("ds.json", ["--data", json.dumps(data)])
+        return prepare.check_options(config, False, "--show")
+
+    with refused('use "manifest", or the same files without stream'):
+        options_of(stream | {"count": "as-read"})
+    options_of(stream | {"count": "manifest"})
+    options_of(text)
+
+
 def test_format_of_other_programs_is_the_one_that_exists(command):
     code, err = command(prepare, "--config", "ds.json", "--to", "nemo", "out")
     assert code == 2 and "the only one is megatron" in err
@@ -158,6 +173,52 @@ def test_quick_starts_its_ranks_itself(command, monkeypatch):
         monkeypatch.setenv(name, value)
     code, err = command(quick, "--minutes", 1)
     assert code == 2 and "start `parallel3d quick` without a launcher" in err
+
+
+WISHES = [
+    ([], "add it, or --params 5M or --tokens 100M", [["--minutes", "1"], ["--params", "5M"]]),
+    (["--minutes", "0"], "write one such as 20, 500k, 1.2B or 1e24", [["--minutes", "20"]]),
+    (["--tokens", "many"], "write one such as 20", [["--tokens", "500k"], ["--tokens", "1.2B"]]),
+    (
+        ["--minutes", "1", "--params", "1M", "--tokens", "1M"],
+        "remove one",
+        [["--minutes", "1", "--params", "1M"], ["--params", "1M", "--tokens", "1M"]],
+    ),
+    (["--minutes", "1", "--config", "ds.json"], "use one of the two", [["--minutes", "1"]]),
+    (["--minutes", "1", "--data", "songs"], "use one of stories", [["--minutes", "1"]]),
+]
+
+
+@pytest.mark.parametrize(("wrong", "remedy", "mends"), WISHES, ids=range(len(WISHES)))
+def test_wishes_of_a_quick_run_are_written_as_asked(monkeypatch, capsys, wrong, remedy, mends):
+    monkeypatch.setattr("sys.argv", ["quick.py", *wrong])
+    with pytest.raises(SystemExit):
+        quick.parse_args()
+    assert remedy in capsys.readouterr().err.replace("'", "")
+    for words in mends:
+        monkeypatch.setattr("sys.argv", ["quick.py", *words])
+        assert quick.parse_args()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy", "right"),
+    [
+        ([], "give a text, or use --chat", ["--prompt", "a"]),
+        ([], "give a text, or use --chat", ["--chat"]),
+        (["--prompt", "caf\udce9"], "change its encoding", ["--prompt", "café"]),
+        (["--prompt", "a", "--top-p", "2"], "use 0.8", ["--prompt", "a", "--top-p", "0.8"]),
+        (["--prompt", "a", "--top-k", "0"], "use 1 or more", ["--prompt", "a", "--top-k", "1"]),
+        (["--prompt", "a", "--sed", "3"], "see --help", ["--prompt", "a", "--seed", "3"]),
+        (["--prompt"], "write --prompt VALUE", ["--prompt", "VALUE"]),
+    ],
+)
+def test_options_of_generate_are_written_as_asked(monkeypatch, capsys, wrong, remedy, right):
+    monkeypatch.setattr("sys.argv", ["generate.py", "runs/first", *wrong])
+    with pytest.raises(SystemExit):
+        generate.parse_args()
+    assert remedy in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["generate.py", "runs/first", *right])
+    assert generate.parse_args()
 
 
 def test_data_as_a_block_does_not_choose_a_run():

@@ -98,7 +98,9 @@ class MeshLM(TemplateLM):  # type: ignore[misc]  # lm_eval may not be installed
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Refuse: a mesh does not generate."""
-        raise ConfigError("the task generates text, which a mesh does not; use parallel3d generate")
+        raise ConfigError(
+            f"the task generates text, which a mesh does not; use a task of {', '.join(_TYPES)}"
+        )
 
 
 def load_tasks(names: Sequence[str]) -> dict[str, Any]:
