@@ -65,18 +65,21 @@ def search(request: Request, rows: int = 20, per_mesh: int | None = None) -> Ran
     The default of `per_mesh` leaves room for all meshes. A plan that fits without an offload is not
     listed with it, and one with an offload comes behind those that take less than OFFLOAD_GAIN
     longer; one with cp (CP_GAIN) or copies of shards (COPIES_GAIN) likewise. Tensor parallelism
-    across nodes counts only if nothing else fits. Raises ConfigError if no mesh is possible or the
+    across nodes, and then cp with fewer than LEAST_TOKENS a rank, count only if nothing else fits.
+    Raises ConfigError if no mesh is possible or the
     hardware lacks a figure.
     """
     explain.checked(FixedChoices, dict(request.fixed), "--fix")
     candidates.refuse_empty(request)
-    all_meshes = tuple(candidates.meshes(request))
+    all_meshes = tuple(candidates.meshes(request, any_cp=True))
+    usual = tuple(candidates.meshes(request))
     node = request.hardware.sharing(request.devices)
+    in_node = tuple(mesh for mesh in usual if mesh.tp <= node)
     # Its objects have no cycles, and Python would look for some in two fifths of the time.
     collects = gc.isenabled()
     gc.disable()
     try:
-        for meshes in filter(None, (tuple(m for m in all_meshes if m.tp <= node), all_meshes)):
+        for meshes in filter(None, dict.fromkeys((in_node, usual, all_meshes))):
             most = per_mesh or max(1, rows // len(meshes))
             plans = tuple(islice(_Search(request, meshes).best_first(most), rows))
             if plans:

@@ -23,13 +23,19 @@ from parallel3d.schedule.sharding import Weights
 
 UNEVEN = 4  # stages per rank; more only if all stages, or all but the ends, are equally long
 MOST_STAGES = 64  # per rank; a search over hundreds takes minutes, and each stage adds messages
-LEAST_TOKENS = 4096  # a cp rank's; with fewer, gathers outlast the products that a rank saves
+# Tokens of a cp rank; with fewer, gathers outlast the products that a rank saves.
+LEAST_TOKENS = 4096
 WEIGHTS: tuple[Weights, ...] = ("per_step", "per_pass", "per_microbatch")  # fastest first
 
 
-def meshes(request: Request) -> Iterator[MeshSizes]:
-    """Yield every mesh of the request's devices, ordered by pp, tp and cp."""
+def meshes(request: Request, any_cp: bool = False) -> Iterator[MeshSizes]:
+    """Yield every mesh of the request's devices, ordered by pp, tp and cp.
+
+    - `any_cp`: also those whose ranks keep fewer than LEAST_TOKENS of a sample.
+    """
     longest = max(1, request.workload.seq // LEAST_TOKENS, request.fixed.get("cp", 1))
+    if any_cp:
+        longest = request.workload.seq
     for pp, tp, cp in product(divisors_of(request.devices), repeat=3):
         dp, rest = divmod(request.devices, pp * cp * tp)
         mesh = MeshSizes(pp=pp, dp=dp, cp=cp, tp=tp)
@@ -268,7 +274,8 @@ def _is_possible(request: Request, mesh: MeshSizes) -> bool:
 
 def refuse_empty(request: Request) -> None:
     """Raise ConfigError if no mesh is possible, or no schedule can run on any mesh."""
-    if any(orders(request, flow) for mesh in meshes(request) for flow in flows(request, mesh)):
+    flows_of_all = (flow for mesh in meshes(request, any_cp=True) for flow in flows(request, mesh))
+    if any(orders(request, flow) for flow in flows_of_all):
         return
     choices = ", ".join(f"{name}={value}" for name, value in request.fixed.items())
     rule = (

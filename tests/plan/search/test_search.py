@@ -254,6 +254,19 @@ def test_tensor_parallelism_stays_inside_a_node_unless_nothing_else_fits():
     assert {plan.setting.mesh.tp for plan in search(tight).plans} == {4}
 
 
+def test_short_parts_of_samples_are_searched_if_nothing_else_fits(monkeypatch):
+    """Else "nothing fits" and "the smallest plan" are said of fewer plans than --fix cp=4 has."""
+    monkeypatch.setattr(candidates, "LEAST_TOKENS", config().data.sequence_length)
+    fixed = {"pp": 1, "tp": 1, "recompute": "full", "micro_batch": 1}
+    wanted = config(batch=1, layers=2)
+    long = request_of(wanted, machine(host_memory=0.0), 4, fixed | {"cp": 4})
+    least = min(plan.memory.total for plan in search(long).plans)
+    tight = request_of(wanted, machine(least, host_memory=0.0), 4, fixed)
+    assert {plan.setting.mesh.cp for plan in search(tight).plans} == {4}
+    small = search(request_of(wanted, machine(least // 2, host_memory=0.0), 4, fixed))
+    assert small.least is not None and small.least.setting.mesh.cp == 4
+
+
 def test_faster_plans_that_do_not_fit_name_a_change():
     ranking = search(request_of(config(batch=4), machine(2 * GIB), 4))
     assert ranking.plans and ranking.too_large
