@@ -32,11 +32,13 @@ from parallel3d.data.lines import (
     EMPTY,
     ENDS_WITH_USER,
     NO_FIELD,
+    PARQUET,
     TOO_LONG,
     TOO_MANY_TOKENS,
     UNTRAINED,
     Flaw,
     Lines,
+    first_bytes,
     json_object,
 )
 from parallel3d.data.rows import ROWS_PER_BATCH, failures, place_of, unreadable
@@ -48,7 +50,6 @@ from parallel3d.data.tokenizer import directory_digest, load_tokenizer, num_toke
 FORMAT = 1
 ASSISTANT = "assistant"
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, ...]}'
-PARQUET = b"PAR1"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Messages = list[dict[str, Any]]
 
@@ -280,9 +281,7 @@ def _values(
     Raises Flaw if the file cannot be read, or has no column of messages.
     """
     try:
-        with open(path, "rb") as file:
-            is_parquet = file.read(len(PARQUET)) == PARQUET
-        if is_parquet:
+        if first_bytes(path).startswith(PARQUET):
             yield from _parquet_rows(path)
             return
         # The line ending, and one byte more, which shows that the line is too long.

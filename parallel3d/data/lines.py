@@ -39,6 +39,15 @@ _MAGIC = (
 )
 
 
+PARQUET = b"PAR1"
+# First bytes of files that are no text -> what they are, and what helps.
+_NO_TEXT = {
+    PARQUET: 'a Parquet file; set its source to "parquet"',
+    b"\x93NUMPY": 'an array of NumPy; set its source to "tokens" if these are token ids',
+    b"%PDF-": "a PDF; convert it to text, and name that file",
+}
+
+
 Piece = tuple[str, bool]
 """A piece of a document's text, and True if it is the last one."""
 
@@ -163,6 +172,10 @@ def open_text(path: str) -> IO[bytes]:
         return io.BytesIO()
     compression = compression_of(path)
     if compression is None:
+        first = first_bytes(path)
+        for magic, what in _NO_TEXT.items():
+            if first.startswith(magic):
+                raise Flaw(UNREADABLE, f"{path} is {what}")
         return open(path, "rb")
     if compression == "zip":
         raise Flaw(UNREADABLE, f"{path} is a zip archive; unpack it, and name the files in it")
@@ -176,12 +189,17 @@ def open_text(path: str) -> IO[bytes]:
 
 def compression_of(path: str) -> str | None:
     """Return how a file is compressed, by its first bytes; None if it is not."""
-    with open(path, "rb") as file:
-        first = file.read(16)
+    first = first_bytes(path)
     for magic, name in _MAGIC:
         if magic.match(first):
             return name
     return None
+
+
+def first_bytes(path: str) -> bytes:
+    """Return the bytes of a file that say its format."""
+    with open(path, "rb") as file:
+        return file.read(16)
 
 
 def json_object(line: bytes, place: str, example: str) -> dict[str, object]:

@@ -12,6 +12,7 @@ from parallel3d.data.lines import (
     EMPTY,
     NO_FIELD,
     NOT_TEXT,
+    PARQUET,
     PIECE_BYTES,
     TOO_LONG,
     UNREADABLE,
@@ -19,6 +20,7 @@ from parallel3d.data.lines import (
     Lines,
     Piece,
     compression_of,
+    first_bytes,
     json_text,
     open_text,
     pieces_of,
@@ -134,6 +136,12 @@ def _of_parquet(
         raise Flaw(
             UNREADABLE,
             f"{path} is packed by {compression} as a whole; unpack it (parquet compresses columns)",
+        )
+    if not first_bytes(path).startswith(PARQUET):
+        raise Flaw(
+            UNREADABLE,
+            f'{path} is no Parquet file; set its source to "jsonl" if it has lines of JSON, to '
+            '"text" if it is text, or leave it out',
         )
     first = 0
     with parquet.ParquetFile(path, memory_map=True) as file:

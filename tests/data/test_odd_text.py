@@ -76,8 +76,8 @@ ODD = {
         r"a\.jsonl\.gz cannot be read \(.*\); make it readable",
     ),
     "link to itself": ("a.txt", loop, {"unreadable file": 1}, r"a\.txt cannot be read \(Too many"),
-    "no parquet": ("a.parquet", b"none", {"unreadable file": 1}, r"cannot be read \(.*[Pp]arquet"),
-    "empty parquet": ("a.parquet", b"", {"unreadable file": 1}, r"a\.parquet cannot be read"),
+    "no parquet": ("a.parquet", b"none", {"unreadable file": 1}, r"a\.parquet is no Parquet file"),
+    "empty parquet": ("a.parquet", b"", {"unreadable file": 1}, r"a\.parquet is no Parquet file"),
 }  # fmt: skip
 
 

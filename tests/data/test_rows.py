@@ -158,9 +158,13 @@ def test_compression_is_known_by_the_first_bytes(tmp_path, name, pack):
         ("jsonl", b"PK\x03\x04" + bytes(40), "is a zip archive; unpack it"),
         ("text", b"PK\x03\x04" + bytes(40), "is a zip archive; unpack it"),
         ("parquet", gzip.compress(b"PAR1", mtime=0), "is packed by gzip as a whole; unpack it"),
+        ("text", b"PAR1" + bytes(40), 'is a Parquet file; set its source to "parquet"'),
+        ("jsonl", b"PAR1" + bytes(40), 'is a Parquet file; set its source to "parquet"'),
+        ("text", b"\x93NUMPY" + bytes(40), 'an array of NumPy; set its source to "tokens"'),
+        ("parquet", b'{"text": "a"}', 'is no Parquet file; set its source to "jsonl"'),
     ],
 )
-def test_archive_is_refused_with_its_remedy(tmp_path, source, content, message):
+def test_file_of_another_format_is_refused_with_its_remedy(tmp_path, source, content, message):
     (tmp_path / "rows").write_bytes(content)
     with pytest.raises(DataError, match=message):
         read_source(source, [tmp_path / "rows"])
