@@ -56,7 +56,7 @@ def observed_trainer(
     stop = stop or StopRequest()
     feed = Feed(config, mesh, start.corpus, parts.schedule)
     saved = start.checkpoint.state if start.checkpoint else None
-    bad = BadSteps(train, saved, config.precision)
+    bad = BadSteps(train, saved, parts.engine.settings.precision)
     rewinder = Rewinder(start, mesh, parts, saver=saver, say=say)
     saving = None
     if saver:
