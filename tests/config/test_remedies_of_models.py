@@ -95,3 +95,19 @@ def test_tokenizer_of_the_model_is_set_or_its_vocabulary_left_open(tmp_path):
     with refused("set data.tokenizer to the tokenizer that the model was trained with"):
         config.with_corpus(5001, 10**6)
     assert config.with_corpus(5000, 10**6)
+
+
+def test_adapter_is_merged_into_its_model(tmp_path):
+    """The merged model has a config.json and weights of its own."""
+    folder = published(tmp_path / "model", LLAMA)
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    with refused("merge it into the model with peft's merge_and_unload, save that, and name its"):
+        config_of(folder)
+    assert config_of(published(tmp_path / "merged", LLAMA))
+
+
+def test_special_id_is_written_as_a_number_in_a_copy(tmp_path):
+    folder = published(tmp_path / "model", LLAMA | {"eos_token_id": "2"})
+    with refused("write the id as a whole number without quotes in a copy of the folder"):
+        config_of(folder)
+    assert config_of(published(tmp_path / "copy", LLAMA | {"eos_token_id": 2}))

@@ -234,6 +234,17 @@ ROWS = [
         {KIND: {"type": "mup", "base_width": 32}}]),
     ({KIND: {"base_width": 32}}, 'use "mup", or remove it', [
         {KIND: {"type": "mup", "base_width": 32}}, {KIND: {}}]),
+    ({f"{P3D}.pipeline.activation_checkpointing": "some"}, "use none, selective, mlp, full, {", [
+        *({f"{P3D}.pipeline.activation_checkpointing": value}
+          for value in ("none", "selective", "mlp", "full", {"full": 2}, "full:2", ["mlp_act"]))]),
+    ({f"{P3D}.run.name": "a/b"}, "use letters and digits, as in run-1", [
+        {f"{P3D}.run.name": "run-1"}]),
+    ({f"{P3D}.run.directory": "s3://bucket/runs"}, "name a folder of one", [
+        {f"{P3D}.run.directory": "/tmp/bucket/runs"}]),
+    ({f"{P3D}.run.directory": "x" * 300}, "write a shorter path", [
+        {f"{P3D}.run.directory": "x" * 200}]),
+    ({f"{P3D}.run.directory": "a\tb"}, "contains the control character U+0009; remove it", [
+        {f"{P3D}.run.directory": "ab"}]),
     # Optimizers
     ({"optimizer.type": "Muon", KIND: {"type": "mup", "base_width": 32}},
      'use "spectral" or "match_rms_adamw"', [

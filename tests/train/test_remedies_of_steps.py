@@ -19,6 +19,7 @@ from parallel3d.train.bad_steps import BadSteps
 from parallel3d.train.dry_run import dry_run
 from parallel3d.train.ending import DONE
 from parallel3d.train.evaluate_checkpoint import refuse_other_text
+from parallel3d.train.inputs import missing_inputs
 from tests.checkpoint.drill import changed, prepared_config
 from tests.config.configs import raw
 from tests.remedies import refused
@@ -130,3 +131,36 @@ def test_replaced_folder_is_put_back_or_begun_anew(config, is_put_back):
     (again,) = start(raw, (1, 1, 1))
     assert (again.code, again.error) == (DONE, "")
     assert Path(folder, "config.json").is_file()
+
+
+def test_inputs_that_a_dry_run_misses_are_named_as_it_says(tmp_path, monkeypatch):
+    """By the dry run, before a run is stopped by them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.txt").write_text("the cat sat on the mat")
+    text = {"sequence_length": 128, "source": "text"}
+
+    def missing(**changes):
+        return " ".join(missing_inputs(RunConfig.from_dict(raw(**changes))))
+
+    rows = [
+        ("parallel3d.checkpoint.resume", "none/step-1", "name a checkpoint", "folder"),
+        ("parallel3d.run.directory", "file/runs", "use a writable folder", "folder/runs"),
+        ("parallel3d.data", text | {"paths": ["b.txt"]}, "use the path", text | {"paths": "a.txt"}),
+        (
+            "parallel3d.data",
+            text | {"paths": "a.txt", "tokenizer": "./none"},
+            "or for text 'train'",
+            text | {"paths": "a.txt", "tokenizer": "train"},
+        ),
+        (
+            "parallel3d.data",
+            text | {"paths": "a.txt", "cache": "file"},
+            "name a folder",
+            text | {"paths": "a.txt", "cache": "folder"},
+        ),
+    ]
+    for path, wrong, remedy, right in rows:
+        assert remedy in missing(**{path: wrong})
+        assert not missing(**{path: right})
