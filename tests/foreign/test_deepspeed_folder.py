@@ -88,3 +88,46 @@ def test_latest_without_its_folder_is_named(tmp_path, capsys, saved):
     (copy / "latest").write_text("global_step9")
     assert convert_checkpoint(copy, tmp_path / "runs" / "new", config) == 2
     assert "global_step9, which is missing" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # eight conversions
+def test_folder_is_copied_or_saved_again_as_the_messages_say(tmp_path, capsys, saved):
+    """As older releases of DeepSpeed, and incomplete copies, leave it."""
+    import torch
+
+    config, folder = saved
+    theirs = copytree(folder, tmp_path / "theirs")
+    numbers = iter(range(100))
+
+    def refusal():
+        run = tmp_path / "runs" / str(next(numbers))
+        code = convert_checkpoint(theirs, run, config)
+        return capsys.readouterr().err if code else ""
+
+    assert not refusal()
+    (theirs / "latest").write_text("global_step9")
+    assert "which is missing; copy it, too" in refusal()
+    step = theirs / f"global_step{sources.SAVED}"
+    copytree(step, theirs / "global_step9")
+    assert not refusal()
+    step = theirs / "global_step9"
+    (model,) = step.glob("mp_rank_00_model_states.pt")
+    optimizers = sorted(step.glob("*_optim_states.pt"))
+
+    def without(files, block, key):
+        """Save the files without a key, as an older release would; return how to save it again."""
+        whole = {path: path.read_bytes() for path in files}
+        for path in files:
+            state = torch.load(path, weights_only=False)
+            del (state[block] if block else state)[key]
+            torch.save(state, path)
+        return lambda: [path.write_bytes(data) for path, data in whole.items()]
+
+    for files, block, key in (
+        ([model], "", "param_shapes"),
+        (optimizers, "optimizer_state_dict", "param_slice_mappings"),
+    ):
+        save_again = without(files, block, key)
+        assert f"has no {key}; save the checkpoint with DeepSpeed 0.7 or later" in refusal()
+        save_again()
+        assert not refusal()

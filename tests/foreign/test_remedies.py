@@ -203,16 +203,45 @@ def test_tensor_that_is_not_contiguous_is_saved_again(convert, tmp_path):
     assert not convert(theirs)
 
 
+def save_by_name(run, path, optimizers=("optimizer",), without=()):
+    """Save a distributed checkpoint whose moments have the names of their weights."""
+    from torch.distributed.checkpoint import save
+
+    weights = {k: v for k, v in run.model.state_dict().items() if k not in without}
+    names = [name for name, _ in run.model.named_parameters()]
+    states = {}
+    for name, state in zip(names, run.optimizer.state.values(), strict=True):
+        states |= {f"state.{name}.{key}": value for key, value in state.items()}
+    entries = {"model": weights} | dict.fromkeys(optimizers, states)
+    save(entries, checkpoint_id=path, no_dist=True)
+    return path
+
+
+TIED = "--parallel3d.model.tie_word_embeddings"
+
+
 @pytest.mark.slow
 def test_tied_weights_that_differ_are_two(convert, tmp_path):
-    theirs = tmp_path / "theirs"
-    Run(tied=False).save_as_trainer(theirs)
-    tied = ("--parallel3d.model.tie_word_embeddings", "true")
-    (theirs / "config.json").unlink()
-    message = convert(theirs, *tied)
-    assert message
-    if "set parallel3d.model.tie_word_embeddings = false if the run had two" in message:
-        assert not convert(theirs, *tied[:1], "false")
+    theirs = save_by_name(Run(tied=False), tmp_path / "theirs")
+    message = convert(theirs, TIED, "true")
+    assert "set parallel3d.model.tie_word_embeddings = false if the run had two" in message
+    assert not convert(theirs, TIED, "false")
+
+
+@pytest.mark.slow
+def test_head_that_is_tied_is_said_to_be(convert, tmp_path):
+    theirs = save_by_name(Run(tied=True), tmp_path / "theirs", without=("lm_head.weight",))
+    message = convert(theirs, TIED, "false")
+    assert "set parallel3d.model.tie_word_embeddings = true if it is tied" in message, message
+    assert not convert(theirs, TIED, "true")
+
+
+@pytest.mark.slow
+def test_one_of_several_optimizers_is_saved(convert, tmp_path):
+    several = save_by_name(Run(), tmp_path / "several", ("first", "second"))
+    message = convert(several)
+    assert "has several optimizers" in message and "save one of them" in message
+    assert not convert(save_by_name(Run(), tmp_path / "one", ("first",)))
 
 
 @pytest.mark.slow
