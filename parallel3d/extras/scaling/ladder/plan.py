@@ -193,8 +193,10 @@ def _planned(config: RunConfig, devices: int) -> tuple[RunConfig, float | None, 
     machine = hardware.load(name)
     plan = plan_rows.as_written(config, request_of(config, machine, devices))
     if not plan.fits:
-        remedy = plan.remedy or 'use a larger mesh, or "mesh": "plan" with more devices'
-        raise ConfigError(f"does not fit on {devices} x {machine.name}: {plan.reason}; {remedy}")
+        raise ConfigError(
+            f"does not fit on {devices} x {machine.name}: {plan.reason}; smallest change: "
+            f"{plan.remedy}"
+        )
     return config, plan.time.seconds, plan.memory.total
 
 
