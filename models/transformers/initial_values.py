@@ -56,8 +56,8 @@ def recorded(model: PreTrainedModel) -> dict[str, Init]:
             problems.append(f"{name}: {outcome}")
     if problems:
         raise ConfigError(
-            f"{type(model).__name__}: the first values of these parameters are not known; start "
-            "from pretrained weights, or use another architecture\n  " + "\n  ".join(problems)
+            f"{type(model).__name__}: the first values of these parameters are not known\n  "
+            + "\n  ".join(problems)
         )
     return inits
 

@@ -2,13 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from parallel3d import models
 from parallel3d.base.reader import find, parse, read, setting_pairs
 from parallel3d.base.section import expand_path
-from parallel3d.config import RunConfig, hardware
+from parallel3d.config import RunConfig, hardware, settings
 from parallel3d.config.normalise import apply_overrides
 from parallel3d.schedule import schedules
 from tests.config.configs import raw
@@ -350,3 +351,30 @@ def test_schedule_has_the_stages_and_microbatches_that_it_names(name, sizes):
     if named := re.search(r"or the schedule '(\w+)'", reason):
         other = schedules.why_not(named[1], ranks, sizes[1], sizes[2]) or ""
         assert reason.partition("; ")[0] not in other
+
+
+# Names in messages
+
+ROOT = Path(__file__).parents[2]
+OURS = re.compile(
+    r"parallel3d\.(?:checkpoint|data|mesh|model|pipeline|plan|run|train)\.[a-z_0-9.]*[a-z0-9]"
+)
+GONE = {"parallel3d.data.remote_cache_bytes"}  # a note says that it was removed
+
+
+def test_settings_that_messages_name_exist():
+    """Other names that begin like settings are modules, and what is in them."""
+    named = set(GONE)
+    for setting in settings():
+        parts = re.sub(r"\[\]|\.NAME", "", setting.path).split(".")
+        named |= {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+    unknown = []
+    for folder in ("parallel3d", "models", "launch"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for name in set(OURS.findall(path.read_text())) - named:
+                module = ROOT / name.replace(".", "/")
+                within = module.parent.with_suffix(".py")
+                is_code = module.is_dir() or module.with_suffix(".py").exists() or within.exists()
+                if not is_code:
+                    unknown.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not unknown
