@@ -34,6 +34,7 @@ from parallel3d.huggingface.beside import GENERATION, Beside, fill_in
 from parallel3d.mesh.nodes import wait_until
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import ParamSpec, named_params
+from parallel3d.models.common import Pretrained, pretrained_of
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -392,8 +393,14 @@ def _card(about: About, layout: WeightFiles, settings: Any) -> str:
             f"Transformers has no class for this model ({layout.refusal}). The tensors have "
             "parallel3d's names, and there is no config.json.\n\n"
         )
+    origin = pretrained_of(config.model)
+    head = ""
+    if isinstance(origin, Pretrained):
+        remark += f"Training began from the weights of {origin.folder}, whose license holds.\n\n"
+        if origin.revision is not None:  # a model of the hub, which links the two by this line
+            head = f"base_model: {origin.folder}\n"
     return f"""---
-library_name: transformers
+{head}library_name: transformers
 pipeline_tag: text-generation
 ---
 # {name}, trained with parallel3d

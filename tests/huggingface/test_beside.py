@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from parallel3d.data.sources import no_progress
 from parallel3d.huggingface.beside import published_tokenizer
 from parallel3d.huggingface.conversion import export, import_folder, read_back
 from parallel3d.huggingface.source import CheckpointSource
-from parallel3d.huggingface.weight_files import WeightFiles
+from parallel3d.huggingface.weight_files import WeightFiles, write_rest
 from parallel3d.models.common import Pretrained
 from tests.checkpoint.folders import seal
 from tests.huggingface.checkpoints import STEP, VOCAB, checkpoint_of, run_config, tokenizer_in
@@ -122,6 +123,24 @@ def test_export_has_what_the_publisher_wrote(name, tmp_path):
     if generation is not None:
         assert json.loads((out / "generation_config.json").read_text()) == generation
     assert AutoTokenizer.from_pretrained(out).chat_template == TEMPLATE
+    card = (out / "README.md").read_text()
+    assert f"began from the weights of {folder}, whose license holds" in card
+    assert "base_model" not in card, "a folder's name means nothing to the hub"
+
+
+def test_card_names_the_model_of_the_hub(tmp_path):
+    folder = published(tmp_path / "published", *PUBLISHED[DEFAULT[0]])
+    about = trained_on(tmp_path, folder, folder).about()
+    model = about.config.model
+    origin = Pretrained(folder="somebody/small", revision="0" * 40)
+    block = about.config.parallel3d.model_copy(
+        update={"model": model.model_copy(update={"from_pretrained": origin})}
+    )
+    config = about.config.model_copy(update={"parallel3d": block})
+    (tmp_path / "out").mkdir()
+    write_rest(tmp_path / "out", replace(about, config=config), WeightFiles(model))
+    head = (tmp_path / "out/README.md").read_text().split("---")[1]
+    assert "\nbase_model: somebody/small\n" in head
 
 
 @pytest.mark.parametrize(
