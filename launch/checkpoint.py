@@ -20,6 +20,7 @@ from parallel3d.base.arguments import (
     FAILED,
     Parser,
     amount,
+    path_of,
     prints_errors_as,
     whole_number,
 )
@@ -118,7 +119,9 @@ def parse_args() -> argparse.Namespace:
         ("verify", "read every byte and compare with the manifest (all checkpoints of a run)"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("path", type=Path, help="folder of a checkpoint (step-N) or of a run")
+        command.add_argument(
+            "path", type=path_of, help="folder of a checkpoint (step-N) or of a run"
+        )
         command.add_json()
         if name == "inspect":
             command.add_argument(
@@ -132,7 +135,7 @@ def parse_args() -> argparse.Namespace:
 def add_average(command: Parser) -> None:
     """Add the options of `average`."""
     add = command.add_argument
-    add("path", type=Path, metavar="RUN", help="the folder of a run")
+    add("path", type=path_of, metavar="RUN", help="the folder of a run")
     chosen = command.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--last", type=whole_number(), metavar="N", help="the N newest checkpoints")
     text = "the checkpoints of these steps"

@@ -12,7 +12,6 @@ and its place in the data.
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -23,6 +22,7 @@ from parallel3d.base.arguments import (
     FAILED,
     Parser,
     output_file,
+    path_of,
     prints_errors_as,
     whole_number,
 )
@@ -158,13 +158,13 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     export = commands.add_parser("export", help=text, description=text)
     add = export.add_argument
     text = "a checkpoint (step-N) or a run's folder"
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
+    add("checkpoint", type=path_of, metavar="CHECKPOINT", help=text)
     text = "type of the weights (default: fp32, which does not round)"
     add("--dtype", choices=DTYPES, default="fp32", help=text)
     text = "transformers class, such as MistralForCausalLM for a plain llama"
     add("--architecture", metavar="CLASS", help=text)
     text = "folder of the run's tokenizer, if it has moved"
-    add("--tokenizer", type=Path, metavar="FOLDER", help=text)
+    add("--tokenizer", type=path_of, metavar="FOLDER", help=text)
     text = "the exponential moving average of the weights (train.ema) in their place"
     add("--ema", action="store_true", help=text)
     add_outputs(export)
@@ -172,7 +172,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     text = "convert a transformers folder to one for model.from_pretrained, and check it"
     import_ = commands.add_parser("import", help=text, description=text)
     text = "a folder with config.json and safetensors files"
-    import_.add_argument("folder", type=Path, metavar="DIR", help=text)
+    import_.add_argument("folder", type=path_of, metavar="DIR", help=text)
     add_outputs(import_)
 
     text = "write a config for one of nanotron, GPT-NeoX, Megatron-LM or the Trainer"
@@ -196,8 +196,8 @@ def add_checkpoint(command: Parser) -> None:
     """Add the options of `checkpoint`."""
     add = command.add_argument
     text = "a folder of DeepSpeed, of torch (DCP), or of transformers' Trainer"
-    add("source", type=Path, metavar="SOURCE", help=text)
-    add("--to", type=Path, required=True, metavar="RUN", help="the new run's folder: runs/NAME")
+    add("source", type=path_of, metavar="SOURCE", help=text)
+    add("--to", type=path_of, required=True, metavar="RUN", help="the new run's folder: runs/NAME")
     command.add_config()
     text = "steps done, if the source does not say it"
     add("--step", type=whole_number(0), metavar="N", help=text)
@@ -211,7 +211,7 @@ def add_checkpoint(command: Parser) -> None:
 def add_outputs(command: Parser) -> None:
     """Add the options of what `export` and `import` write."""
     add = command.add_argument
-    add("--to", type=Path, required=True, metavar="OUT", help="a new or empty folder")
+    add("--to", type=path_of, required=True, metavar="OUT", help="a new or empty folder")
     text = "largest size of a file (default: 5GB)"
     add("--shard-size", default="5GB", metavar="SIZE", help=text)
     command.add_json()

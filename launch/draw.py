@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
+from parallel3d.base.arguments import DONE, Parser, path_of, prints_errors_as, whole_number
 from parallel3d.base.errors import ConfigError, ScheduleError
 from parallel3d.schedule import draw
 from parallel3d.schedule.schedule import (
@@ -133,7 +133,7 @@ def parse_args() -> argparse.Namespace:
     weights = get_args(Weights)
     add("--weights", choices=weights, help="show what ZeRO-3 gathers, holds and reduces")
     text = "draw the spans.json of a profiled run (see train.profile)"
-    add("--measured", type=Path, metavar="FILE", help=text)
+    add("--measured", type=path_of, metavar="FILE", help=text)
     add("--communication", action="store_true", help="print the programs with sends and receives")
     parser.add_pictures("the timeline")
     parser.add_json()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
+from parallel3d.base.arguments import DONE, STOPPED, Parser, path_of, whole_number
 from parallel3d.config import help_text
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.claim import resolve_config
@@ -98,7 +98,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `evaluate`, and the rest of the command line: settings by path."""
     parser = Parser(__doc__, help_text)
     add = parser.add_argument
-    add("path", type=Path, metavar="PATH", help="folder of a run or a checkpoint")
+    add("path", type=path_of, metavar="PATH", help="folder of a run or a checkpoint")
     parser.add_config(required=False)
     text = 'samples of each set, or "all" (default: train.evaluate_samples of the config)'
     add("--samples", type=number_of_samples, metavar="N", help=text)

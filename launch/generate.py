@@ -7,9 +7,8 @@ transformers folder. The same seed produces the same text on the same machine.
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
+from parallel3d.base.arguments import DONE, Parser, path_of, prints_errors_as, whole_number
 
 SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}  # 0 and 1.0: sample from all tokens
 
@@ -25,7 +24,7 @@ def main() -> int:
 
     with model_folder(args.path, say) as folder:
         generator = Generator(
-            folder, tokens=args.max_new_tokens, seed=args.seed, options=options_of(args)
+            folder, tokens=args.max_new_tokens, seed=args.seed, options=options_of(args), say=say
         )
         if args.chat:
             generator.chat(turns_of(args.prompt))
@@ -53,17 +52,17 @@ def options_of(args: argparse.Namespace) -> dict[str, object]:
     return {"do_sample": True, **{name: getattr(args, name) for name in SAMPLING}}
 
 
-def number(most: float) -> Callable[[str], float]:
-    """Return a function that parses a number above 0 and up to `most`."""
+def number(least: float, most: float, remedy: str) -> Callable[[str], float]:
+    """Return a function that parses a number from `least` to `most`."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = 0.0
-        if not 0 < value <= most:
-            rule = f"must be above 0 and at most {most:g}"
-            raise argparse.ArgumentTypeError(f" = {text[:40]}: {rule}; use 0.8")
+        if not least <= value <= most:
+            rule = f"must be at least {least:g} and at most {most:g}"
+            raise argparse.ArgumentTypeError(f" = {text[:40]}: {rule}; {remedy}")
         return value
 
     return read
@@ -80,7 +79,7 @@ def parse_args() -> argparse.Namespace:
     """Read the command line of `generate`."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("path", type=Path, metavar="PATH", help="a run, a checkpoint or a transformers folder")
+    add("path", type=path_of, metavar="PATH", help="a run, a checkpoint or a transformers folder")
     add("--prompt", type=utf8, metavar="TEXT", help="the text to continue")
     text = "answer as the assistant: --prompt, or each line of standard input as a turn"
     add("--chat", action="store_true", help=text)
@@ -88,11 +87,12 @@ def parse_args() -> argparse.Namespace:
     add("--max-new-tokens", type=whole_number(), default=100, metavar="N", help=text)
     temperature, top_k, top_p = SAMPLING.values()
     text = "values below 1 favour likely tokens (default: 0.8)"
-    add("--temperature", type=number(100), default=temperature, metavar="T", help=text)
+    coldest = number(0.01, 100, "use 0.8, or --greedy for the likeliest tokens")
+    add("--temperature", type=coldest, default=temperature, metavar="T", help=text)
     text = "sample from the K likeliest tokens only (default: all)"
     add("--top-k", type=whole_number(), default=top_k, metavar="K", help=text)
     text = "sample from the likeliest tokens whose probabilities sum to P (default: all)"
-    add("--top-p", type=number(1), default=top_p, metavar="P", help=text)
+    add("--top-p", type=number(1e-6, 1, "use 0.8"), default=top_p, metavar="P", help=text)
     add("--seed", type=whole_number(0), default=0, metavar="S", help="random seed (default: 0)")
     add("--greedy", action="store_true", help="always choose the likeliest token; no sampling")
     args = parser.parse_args()

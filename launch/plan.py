@@ -6,10 +6,9 @@ table of meshes. --calibrate measures this machine, for --hardware this-machine.
 
 import argparse
 import sys
-from pathlib import Path
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as, whole_number
+from parallel3d.base.arguments import DONE, FAILED, Parser, path_of, prints_errors_as, whole_number
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
 from parallel3d.plan.report import explain_run, plan_rows, plan_table
@@ -73,9 +72,9 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     add("--fix", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=text)
     add("--explain", type=whole_number(), metavar="N", help="show row N in detail")
     text = "compare a measured step of a run with its plan (needs wall_clock_breakdown)"
-    add("--explain-run", type=Path, metavar="RUN", help=text)
+    add("--explain-run", type=path_of, metavar="RUN", help=text)
     text = "correct the plan by a measured step of a run (needs wall_clock_breakdown)"
-    add("--from-run", type=Path, metavar="RUN", help=text)
+    add("--from-run", type=path_of, metavar="RUN", help=text)
     parser.add_pictures("the timeline of --explain's row")
     add("--calibrate", action="store_true", help="measure this machine")
     parser.add_json()

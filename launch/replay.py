@@ -7,11 +7,10 @@ the two differ.
 """
 
 import argparse
-from pathlib import Path
 from typing import NoReturn
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import DONE, FAILED, Parser, whole_number
+from parallel3d.base.arguments import DONE, FAILED, Parser, path_of, whole_number
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.claim import resolve_config
@@ -64,7 +63,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(__doc__)
     add = parser.add_argument
     step = whole_number()
-    add("run", type=Path, metavar="RUN", help="folder of a run")
+    add("run", type=path_of, metavar="RUN", help="folder of a run")
     add("--step", type=step, required=True, metavar="N", help="the step, counted from 1")
     add("--mesh", type=mesh_sizes, metavar="PPxDPxTP", help="another mesh than the run's")
     parser.add_json()

@@ -13,7 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
+from parallel3d.base.arguments import (
+    DONE,
+    Parser,
+    output_file,
+    path_of,
+    prints_errors_as,
+    whole_number,
+)
 from parallel3d.extras.report.page import write_page
 
 
@@ -50,7 +57,8 @@ def samples_of(run: Path, prompt: str, tokens: int) -> dict[str, str]:
         out = io.StringIO()
         with model_folder(checkpoint, say) as folder, redirect_stdout(out):
             options = {"do_sample": True, **SAMPLING}
-            Generator(folder, tokens=tokens, seed=0, options=options).complete(prompt)
+            generator = Generator(folder, tokens=tokens, seed=0, options=options, say=say)
+            generator.complete(prompt)
         texts[f"after step {step:,}"] = out.getvalue()
     return texts
 
@@ -59,9 +67,9 @@ def parse_args() -> argparse.Namespace:
     """Read the command line of `report`."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run")
+    add("runs", type=path_of, nargs="+", metavar="RUN", help="the folder of a run")
     text = "the page to write (default: report.html in the first run's folder)"
-    add("--to", type=Path, metavar="FILE", help=text)
+    add("--to", type=output_file, metavar="FILE", help=text)
     text = "hardware for the plan (default: the run's, or this machine if measured)"
     add("--hardware", metavar="NAME", help=text)
     text = "add the text that each kept checkpoint generates after it"

@@ -6,10 +6,9 @@ and, if train.digest_every was set, the first digest of the state that differs, 
 
 import argparse
 import sys
-from pathlib import Path
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
+from parallel3d.base.arguments import DONE, FAILED, Parser, path_of, prints_errors_as
 from parallel3d.train.digests import compare_runs, in_words
 
 
@@ -31,8 +30,8 @@ def parse_args() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     text = "name the first step in which two runs differ"
     command = commands.add_parser("diff", help=text, description=text)
-    command.add_argument("one", type=Path, metavar="A", help="folder of a run")
-    command.add_argument("other", type=Path, metavar="B", help="folder of another run")
+    command.add_argument("one", type=path_of, metavar="A", help="folder of a run")
+    command.add_argument("other", type=path_of, metavar="B", help="folder of another run")
     command.add_json()
     return parser.parse_args()
 

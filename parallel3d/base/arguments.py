@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from parallel3d.base.counts import read_count, read_number
 from parallel3d.base.errors import Parallel3DError, TrainingError
 from parallel3d.base.masking import mask
+from parallel3d.base.paths import expand_path
 
 # exit codes; scripts rely on them
 DONE = 0
@@ -222,12 +223,23 @@ def amount(text: str) -> float:
     return number
 
 
+def path_of(text: str) -> Path:
+    """Return a path with ~ and environment variables replaced, as the paths of a config.
+
+    A shell leaves the ~ of --to=~/out as it is.
+    """
+    try:
+        return Path(expand_path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f' = "{text}": {error}') from None
+
+
 def output_file(text: str) -> Path:
     """Return the path of a file to write; raise ArgumentTypeError if its folder does not exist.
 
     The check comes before any work is done.
     """
-    path = Path(text)
+    path = path_of(text)
     if not text or os.path.isdir(text):  # False for invalid names; Path.is_dir would raise
         rule = "is a folder"
         remedy = "name a file in it"

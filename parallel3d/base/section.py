@@ -24,6 +24,7 @@ from pydantic import (
 from parallel3d.base.counts import read_count
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.masking import mask
+from parallel3d.base.paths import expand_path
 
 
 class Section(BaseModel):
@@ -186,26 +187,6 @@ def _local_path(path: str) -> str:
             "is a URL, and only files of a mounted file system are written; name a folder of one"
         )
     return path
-
-
-def expand_path(text: str) -> str:
-    """Return a path with the user's folder in place of ~, and environment variables replaced.
-
-    A path that exists as it is written is returned as it is. Relative paths are relative to the
-    working directory. Raises ValueError for a user or a variable that is not known.
-    """
-    if os.path.lexists(text):
-        return text
-    path = os.path.expanduser(text)
-    if path.startswith("~"):
-        raise ValueError("names the folder of a user who is not known; write the whole path")
-    for braced, plain in re.findall(r"\$(?:\{(\w+)\}|(\w+))", path, re.ASCII):
-        if (name := braced or plain) not in os.environ:
-            raise ValueError(
-                f"names the environment variable {name}, which is not set; export it, or write "
-                "the whole path"
-            )
-    return os.path.expandvars(path)
 
 
 # A path without control characters, which no terminal or file system should see; ~ and environment

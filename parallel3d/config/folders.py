@@ -10,8 +10,9 @@ from pydantic import AfterValidator
 
 from parallel3d import models
 from parallel3d.base import user_folders
+from parallel3d.base.paths import expand_path
 from parallel3d.base.reader import JsonObject, block_at
-from parallel3d.base.section import Items, PathText, expand_path
+from parallel3d.base.section import Items, PathText
 from parallel3d.model import optimizers
 from parallel3d.schedule import schedules
 

@@ -23,7 +23,8 @@ from pydantic import (
 from parallel3d.base import explain, reader
 from parallel3d.base.counts import read_number
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import ABSENT, Problem, Problems, Section, Strings, expand_path
+from parallel3d.base.paths import expand_path
+from parallel3d.base.section import ABSENT, Problem, Problems, Section, Strings
 
 DIRECTORY = reader.CONFIGS / "hardware"
 THIS_MACHINE = "this-machine"

@@ -17,6 +17,7 @@ from pydantic import (
 from parallel3d import models
 from parallel3d.base.counts import read_count
 from parallel3d.base.mesh_sizes import MeshSizes
+from parallel3d.base.paths import expand_path
 from parallel3d.base.section import (
     Choice,
     Count,
@@ -31,7 +32,6 @@ from parallel3d.base.section import (
     Share,
     Strings,
     Tokens,
-    expand_path,
 )
 from parallel3d.config import hardware
 from parallel3d.config.data import DataConfig

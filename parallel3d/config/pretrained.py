@@ -21,8 +21,9 @@ from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.explain import problems_in
 from parallel3d.base.hub_access import why_unreachable
+from parallel3d.base.paths import expand_path
 from parallel3d.base.reader import JsonObject
-from parallel3d.base.section import Problem, Problems, expand_path, raise_if_any
+from parallel3d.base.section import Problem, Problems, raise_if_any
 from parallel3d.model.config import ModelConfig
 from parallel3d.models import pretrained
 

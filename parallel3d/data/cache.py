@@ -23,9 +23,9 @@ import numpy as np
 
 from parallel3d.base.atomic import rename, replaced, sync
 from parallel3d.base.errors import DataError
-from parallel3d.base.folder import no_folder
 from parallel3d.base.journal import record
 from parallel3d.base.lock import Lock
+from parallel3d.base.paths import no_folder
 from parallel3d.data.sources import Progress
 
 MANIFEST = "files.json"

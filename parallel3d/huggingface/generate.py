@@ -53,12 +53,16 @@ class Generator:
 
     - `tokens`: the most that are generated for a prompt.
     - `options`: arguments of transformers' `generate`.
+    - `say`: prints why a text ends before so many tokens.
 
     Raises ConfigError if the folder has no model, or no tokenizer.
     """
 
-    def __init__(self, folder: Path, *, tokens: int, seed: int, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, *, tokens: int, seed: int, options: Mapping[str, Any], say: Say
+    ) -> None:
         self._folder = folder
+        self._say = say
         self._tokens = tokens
         self._options = options
         self._tokenizer, model = _load(folder)
@@ -125,15 +129,29 @@ class Generator:
                 f"--prompt: has {len(ids)} tokens, but the model's context is {limit}; shorten it"
             )
         inputs = torch.tensor([ids], device=self._model.device)
+        self._refuse_nonfinite(inputs)
+        most = min(self._tokens, limit - len(ids))
         output = self._model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            max_new_tokens=min(self._tokens, limit - len(ids)),
+            max_new_tokens=most,
             streamer=TextStreamer(self._tokenizer, skip_prompt, skip_special_tokens=True),
             **{**self._options, **options},
         )
         continued: list[int] = output[0, len(ids) :].tolist()
+        if len(continued) == most < self._tokens:
+            self._say(f"stopped after {most} tokens, at the end of the model's context of {limit}")
         return continued
+
+    def _refuse_nonfinite(self, inputs: torch.Tensor) -> None:
+        """Raise ConfigError if the model's logits are not finite: any text of it would be noise."""
+        with torch.no_grad():
+            logits = self._model(inputs).logits  # [1, seq, vocab]
+        if not logits.isfinite().all():
+            raise ConfigError(
+                f"{self._folder}: the model's logits are not finite, so its weights are damaged or "
+                "its training diverged; use an earlier checkpoint, or another model"
+            )
 
 
 def _load(folder: Path) -> tuple[Any, Any]:

@@ -17,8 +17,8 @@ from typing import Any
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError, TrainingError, remedy_of
-from parallel3d.base.folder import unwritable
 from parallel3d.base.lock import Lock, LockHeld, read
+from parallel3d.base.paths import unwritable
 from parallel3d.base.say import Say
 from parallel3d.base.section import Section
 from parallel3d.config import ResolvedConfig, RunConfig, hardware

@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator
 
 from parallel3d.base.errors import DataError
-from parallel3d.base.folder import no_folder, unwritable
 from parallel3d.base.hub_access import is_path
+from parallel3d.base.paths import no_folder, unwritable
 from parallel3d.config import RunConfig
 from parallel3d.data.tokenised import paths_of
 from parallel3d.data.tokenizer import check_name

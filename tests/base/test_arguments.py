@@ -4,7 +4,7 @@ from textwrap import dedent
 
 import pytest
 
-from parallel3d.base.arguments import Parser, output_file, whole_number
+from parallel3d.base.arguments import Parser, output_file, path_of, whole_number
 
 pytestmark = pytest.mark.pure
 
@@ -28,6 +28,7 @@ BAD = [
     (["--config", "a", "--json=1"], "thing: --json = '1': takes no value; write --json"),
     (["--config", "a", "--jso"], "thing: --jso: unknown argument; see --help"),
     (["--config", "a", "--svg", "/"], 'thing: --svg = "/": is a folder; name a file in it'),
+    (["--config", "a", "--svg", "$NO_SUCH/a"], "names the environment variable NO_SUCH, which is"),
     (["--config", "a", "--trace", "nowhere/a"], "'nowhere' does not exist; create it"),
 ]
 
@@ -52,6 +53,15 @@ def test_wrong_arguments_give_one_line(parser: Parser, capsys, words, message) -
     out, err = capsys.readouterr()
     assert (end.value.code, out) == (2, "") and err.count("\n") == 1
     assert message in err
+
+
+def test_paths_of_flags_are_resolved_as_those_of_a_config(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = Parser(prog="thing.py")
+    made.add_argument("--to", type=path_of)
+    assert made.parse_args(["--to=~/out"]).to == tmp_path / "out"
+    assert made.parse_args(["--to", "$HOME/out"]).to == tmp_path / "out"
+    assert output_file("~/a.svg") == tmp_path / "a.svg"
 
 
 def test_output_file_accepts_new_and_existing_files(tmp_path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from parallel3d import models
+from parallel3d.base.paths import expand_path
 from parallel3d.base.reader import find, parse, read, setting_pairs
-from parallel3d.base.section import expand_path
 from parallel3d.config import RunConfig, hardware, settings
 from parallel3d.config.normalise import apply_overrides
 from parallel3d.schedule import schedules

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from launch import convert, generate, report
@@ -79,7 +80,8 @@ def test_text_depends_only_on_the_seed(place, command):
 
 
 def test_text_beyond_the_context_is_refused(place, command):
-    assert command(place / "out", "--prompt", PROMPT, "--max-new-tokens", 1000)[0] == DONE
+    code, _, err = command(place / "out", "--prompt", PROMPT, "--max-new-tokens", 1000)
+    assert code == DONE and "at the end of the model's context of 64" in err
     code, _, err = command(place / "out", "--prompt", PROMPT * 50)
     assert code == BAD_INPUT and "the model's context is 64; shorten it" in err
 
@@ -91,13 +93,26 @@ def test_text_beyond_the_context_is_refused(place, command):
         (["{place}", "--prompt", ""], "no checkpoint there"),
         (["{place}/out"], "--prompt: is missing"),
         (["{place}/out", "--prompt", "a\udcff"], "--prompt = 'a\\udcff': must be UTF-8"),
-        (["{place}/out", "--prompt", "", "--temperature", "0"], "--temperature = 0: must be above"),
+        (["{place}/out", "--prompt", "", "--temperature", "0"], "--temperature = 0: must be at l"),
+        (["{place}/out", "--prompt", "", "--temperature", "1e-300"], "or --greedy for the likel"),
     ],
 )
 def test_wrong_input_exits_with_2(words, message, place, command):
     code, printed, errors = command(*(word.format(place=place) for word in words))
     assert (code, printed) == (BAD_INPUT, "")
     assert message in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("words", [("--greedy",), ("--temperature", 1)])
+def test_model_with_logits_that_are_not_finite_is_refused(place, command, tmp_path, words):
+    """Sampling was a traceback, and greedy text began with the first token for ever."""
+    folder = tmp_path / "out"
+    shutil.copytree(place / "out", folder)
+    tensors = load_file(folder / "model.safetensors")
+    next(iter(tensors.values())).fill_(float("nan"))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    code, printed, err = command(folder, "--prompt", PROMPT, *words)
+    assert (code, printed) == (BAD_INPUT, "") and "logits are not finite" in err
 
 
 def test_report_has_the_text_of_each_checkpoint(place, command):

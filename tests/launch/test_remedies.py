@@ -247,6 +247,11 @@ def test_report_is_of_a_run_with_a_step(command, tmp_path):
     write(run / "metrics.jsonl", json.dumps(line) + "\n")
     code, err = command(report, run)
     assert code == 0, err
+    # It wrote tmp.html beside the folder that was named.
+    code, err = command(report, run, "--to", tmp_path)
+    assert code == 2 and "is a folder; name a file in it" in err
+    code, err = command(report, run, "--to", tmp_path / "page.html")
+    assert code == 0 and (tmp_path / "page.html").is_file(), err
 
 
 def test_replayed_step_is_one_of_the_run(tmp_path):

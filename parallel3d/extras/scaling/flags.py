@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.base import reader
-from parallel3d.base.arguments import Parser, amount, whole_number
+from parallel3d.base.arguments import Parser, amount, path_of, whole_number
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.step_lines import finite
@@ -38,7 +38,12 @@ def add_fit(parser: Parser) -> None:
     add = parser.add_argument
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     laws = "; ".join(f"{name}: {words}" for name, words in LAWS_IN_WORDS.items())
-    add("source", type=Path, metavar="TABLE", help="a CSV, JSON or JSONL file, or a folder of runs")
+    add(
+        "source",
+        type=path_of,
+        metavar="TABLE",
+        help="a CSV, JSON or JSONL file, or a folder of runs",
+    )
     add("--law", choices=list(LAWS_IN_WORDS), default="parametric", help=laws)
     for use, (flag, words, names) in USES.items():
         add(flag, dest=use, metavar="COLUMN", help=f"column of the {words} (default: {names[0]})")
@@ -50,7 +55,7 @@ def add_fit(parser: Parser) -> None:
     )
     add(
         "--base",
-        type=Path,
+        type=path_of,
         metavar="FIT",
         help="fit.json of the parametric law that the data-constrained law builds on",
     )
@@ -89,7 +94,7 @@ def add_fit(parser: Parser) -> None:
     add("--seed", type=whole_number(least=0), default=0, help="seed of the draws (default: 0)")
     add(
         "--forecasts",
-        type=Path,
+        type=path_of,
         metavar="FILE",
         **several,
         help="compare these registered forecasts with their runs, and leave the runs out of the "
@@ -97,7 +102,7 @@ def add_fit(parser: Parser) -> None:
     )
     add(
         "--out",
-        type=Path,
+        type=path_of,
         default=Path(),
         metavar="FOLDER",
         help=f"write {FIT} and report.html to this folder (default: the working directory)",
@@ -107,7 +112,7 @@ def add_fit(parser: Parser) -> None:
 
 def add_predict(parser: Parser) -> None:
     """Add the flags of `predict` to a parser."""
-    parser.add_argument("--fit", type=Path, required=True, metavar="FILE", help=f"a {FIT}")
+    parser.add_argument("--fit", type=path_of, required=True, metavar="FILE", help=f"a {FIT}")
     for flag, words in (
         ("--flops", "training FLOPs; without --params and --tokens: forecast the best run of them"),
         ("--params", "parameters of the run, counted as in the fit"),
@@ -117,7 +122,7 @@ def add_predict(parser: Parser) -> None:
         parser.add_argument(flag, type=amount, metavar="X", help=words)
     parser.add_argument(
         "--register",
-        type=Path,
+        type=path_of,
         nargs="?",
         const=Path(),
         metavar="FILE",
@@ -131,7 +136,7 @@ def add_plan(parser: Parser) -> None:
     add("--ladder", metavar="FILE", help="a ladder file, as in configs/ladders")
     add("--design", action="store_true", help="write a ladder file, by --base and the flags below")
     add("--base", metavar="FILE", help="config whose model's proportions and settings to keep")
-    add("--out", type=Path, metavar="FILE", help="the new ladder file")
+    add("--out", type=path_of, metavar="FILE", help="the new ladder file")
     add("--hours", type=amount, metavar="H", help="hours of all runs on this machine")
     add("--flops", type=amount, metavar="C", help="FLOPs of the forecast run, in place of --hours")
     add(
@@ -184,7 +189,9 @@ def add_run(parser: Parser) -> None:
 def add_critical_batch(parser: Parser) -> None:
     """Add the flags of `critical-batch`."""
     add = parser.add_argument
-    add("--run", type=Path, required=True, metavar="RUN", help="folder of a run with checkpoints")
+    add(
+        "--run", type=path_of, required=True, metavar="RUN", help="folder of a run with checkpoints"
+    )
     add("--step", type=whole_number(), metavar="N", help="its checkpoint (default: the newest)")
     add(
         "--batches",
