@@ -159,8 +159,8 @@ def fill_shard(
                 wrong = are_wrong.index(True)
                 raise DataError(
                     f"document {plan.documents.name(documents[wrong])} has the token id"
-                    f" {tokens[wrong].max()}, outside the vocabulary of {plan.vocab_size}; use the"
-                    " tokenizer of this vocabulary, or raise vocab_size"
+                    f" {tokens[wrong].max()}, outside the vocabulary of {plan.vocab_size}; use"
+                    " another tokenizer"
                 )
             counts += np.bincount(together, minlength=plan.vocab_size)
             np.add.at(lengths, documents - first, sizes)

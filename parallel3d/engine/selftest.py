@@ -254,10 +254,16 @@ def _compare(
 def _message(settings: EngineSettings, outcome: str, problems: str) -> str:
     zero = settings.zero
     reduction = "per_step" if settings.reduces_once else "per_microbatch"
+    remedy = f"deepspeed{KNOWN_GOOD} is known to be correct: pip install 'deepspeed{KNOWN_GOOD}'"
+    if deepspeed.__version__.partition("+")[0] == KNOWN_GOOD.removeprefix("=="):
+        remedy = (
+            f"deepspeed{KNOWN_GOOD} is known to be correct with the other versions in "
+            "constraints.txt: install those; if it fails again, leave this host out, whose device "
+            "may be faulty"
+        )
     return (
         f"the self-test of DeepSpeed {deepspeed.__version__} failed: two steps of a toy stage "
         f"(ZeRO {zero.stage}, optimizer offload {zero.offload_optimizer.device}, parameter "
         f"offload {zero.offload_param.device}, {settings.precision}, gradient_reduction "
-        f"{reduction}) {outcome}\n  {problems}\n"
-        f"deepspeed{KNOWN_GOOD} is known to be correct: pip install 'deepspeed{KNOWN_GOOD}'"
+        f"{reduction}) {outcome}\n  {problems}\n{remedy}"
     )

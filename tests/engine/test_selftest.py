@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.engine import Engine, EngineSettings
+from parallel3d.engine import Engine, EngineSettings, selftest
 from parallel3d.engine.quirks import core, nvme
 from parallel3d.engine.selftest import KNOWN_GOOD, self_test
 from parallel3d.mesh.mesh import Mesh
@@ -173,6 +173,19 @@ def test_self_test_fails_without_a_remedy(take_away, mode, expected, tmp_path):
     assert "TrainingError" in message
     assert "the self-test of DeepSpeed 0." in message
     assert KNOWN_GOOD in message
+
+
+def test_remedy_of_a_failed_self_test_is_another_version(monkeypatch):
+    """Where the version that is known to be correct is installed, the others are."""
+    settings = settings_of()
+    for version, is_other in (("0.19.8", False), ("0.19.8+cu13", False), ("0.19.9", True)):
+        monkeypatch.setattr(selftest.deepspeed, "__version__", version)
+        message = selftest._message(settings, "differ", "none")
+        assert ("pip install 'deepspeed==0.19.8'" in message) == is_other
+        assert ("constraints.txt: install those" in message) != is_other
+    constraints = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    assert f"deepspeed{KNOWN_GOOD}" in constraints
+    assert any(line.startswith("torch==") for line in constraints)
 
 
 def test_known_good_versions_match_the_requirements():

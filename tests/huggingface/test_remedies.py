@@ -4,6 +4,7 @@ import errno
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from parallel3d.base.errors import remedy_of
@@ -95,3 +96,11 @@ def test_conversion_that_failed_is_done_elsewhere_or_again(tmp_path, monkeypatch
 )
 def test_remedy_of_a_failed_write_fits_its_cause(number, remedy):
     assert remedy_of(OSError(number, "words"), "otherwise") == remedy
+
+
+def test_weights_that_would_be_rounded_are_exported_in_fp32():
+    scaled = {"type": "mup", "base_width": 32, "output_multiplier": 3.0}
+    config = small("llama", parametrization=scaled)
+    refusal = WeightFiles(config, torch.bfloat16).refusal
+    assert refusal.endswith("use --dtype fp32"), refusal
+    assert not WeightFiles(config, torch.float32).refusal

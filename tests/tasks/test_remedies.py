@@ -2,11 +2,13 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from parallel3d.extras.tasks.library import load_tasks
+from parallel3d.extras.tasks.score import _tokenizer_of
 from tests.remedies import refused
 
 pytestmark = pytest.mark.gloo
@@ -52,3 +54,13 @@ def test_file_is_a_task_file(task, tmp_path):
     with refused("name a task of lm_eval whose data this machine has, or a YAML file"):
         load_tasks(task(dataset_kwargs={"data_files": {"test": "gone.jsonl"}}))
     assert load_tasks(task())["tasks"]
+
+
+def test_tokenizer_of_ids_is_named_for_tasks(tmp_path):
+    def config_of(name):
+        return SimpleNamespace(data=SimpleNamespace(tokenizer=str(name)))
+
+    with refused("name its folder with --data.tokenizer"):
+        _tokenizer_of(tmp_path / "step-1", config_of("none"))
+    (tmp_path / "own").mkdir()
+    assert _tokenizer_of(tmp_path / "step-1", config_of(tmp_path / "own")) == tmp_path / "own"

@@ -374,7 +374,7 @@ def _require_equal(own: Sequence[Entries], files: Mapping[str, Entry]) -> None:
             if Entry(*entry) != files[name]:
                 raise TrainingError(
                     f"{name}: rank {rank}'s copy of the shard has other bits than the others; set "
-                    "train.check_bits to find the wrong one"
+                    "parallel3d.train.check_bits.every to find the wrong one"
                 )
 
 
