@@ -25,6 +25,16 @@ from parallel3d.train.evaluation import HELD_OUT, OF_EMA, Losses
 from parallel3d.train.trackers import Trackers
 
 
+def mfu_of(flops: float, peak_flops: float | None) -> float | None:
+    """Return the share of a device's peak that a run's FLOP/s reach; None if it is not known.
+
+    A run that is faster than its peak shows that the peak is wrong: that of a CPU is measured at
+    the start of the run, when other programs may have the cores.
+    """
+    mfu = flops / peak_flops if peak_flops else None
+    return None if mfu is None or mfu > 1 else mfu
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """One line of metrics.jsonl. Its keys are published and must not change."""
@@ -44,7 +54,8 @@ class StepMetrics:
     tflops_per_device: float
     """Model FLOPs (no recomputation, attention in full) per device and second, in 1e12."""
     mfu: float | None
-    """tflops_per_device divided by the device's peak, from 0 to 1; null if no peak is known."""
+    """tflops_per_device divided by the device's peak, from 0 to 1; null if no peak is known, or
+    the step is faster than it."""
     peak_memory_bytes: int
     """Largest peak memory of all ranks."""
     step_seconds: float

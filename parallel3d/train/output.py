@@ -61,7 +61,9 @@ class Summary:
         result = self.result
         mean = finite(self.result.mean_loss)
         memory = ", ".join(f"{size / 2**20:,.0f}" for size in result.peak_memory_bytes)
-        of_peak = f" of {self.peak_name}" if result.mfu is not None else ""
+        mfu = f"{percent(result.mfu)} of {self.peak_name}"
+        if result.mfu is None:
+            mfu = f"unknown, for steps were faster than {self.peak_name} at the start of the run"
         steps = f"{result.steps:,}"
         spread = ""
         if result.trained < result.steps:
@@ -88,7 +90,7 @@ class Summary:
             rows |= {
                 "tokens/s": f"{result.tokens_per_second:,.0f}",
                 "model TFLOP/s per device": f"{result.tflops_per_device:.4g}",
-                "MFU": percent(result.mfu) + of_peak,
+                "MFU": mfu,
                 "peak memory of each rank, MiB": memory,
             }
         rows |= {name: str(path) for name, path in self.files.items()}

@@ -21,7 +21,7 @@ from parallel3d.models.common import role_lrs
 from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.feed import Feed
-from parallel3d.train.metrics import MetricsWriter, Result, StepMetrics
+from parallel3d.train.metrics import MetricsWriter, Result, StepMetrics, mfu_of
 from parallel3d.train.observer import Observer, Step
 from parallel3d.train.progress import Progress
 from parallel3d.train.rank_step import mean_of_ranks
@@ -176,8 +176,7 @@ class Reporter(Observer):
         """Return tokens per second of the mesh, model TFLOP/s per device, and MFU."""
         tokens = num_tokens / seconds
         flops = tokens * self._flops_per_token / self._mesh.world.size
-        mfu = flops / self._peak_flops if self._peak_flops else None
-        return tokens, flops / 1e12, mfu
+        return tokens, flops / 1e12, mfu_of(flops, self._peak_flops)
 
     def means_of_side_losses(self, step: Step) -> dict[str, float]:
         """Return the mean of each side loss over the layers that have it and over the batch."""

@@ -268,6 +268,16 @@ def test_summary(terminal):
         assert text in stream.getvalue()
 
 
+def test_step_that_is_faster_than_the_peak_has_no_mfu():
+    """The peak was measured while other programs had the cores; 205 % was shown."""
+    assert metrics.mfu_of(5e11, 1e12) == 0.5
+    assert metrics.mfu_of(2.05e12, 1e12) is metrics.mfu_of(1.0, None) is None
+    summary = Summary(Result(steps=3, trained=3), 6.0, "a measured matmul", {"run": Path("runs/a")})
+    assert dict(summary.rows())["MFU"] == (
+        "unknown, for steps were faster than a measured matmul at the start of the run"
+    )
+
+
 @pytest.mark.parametrize("stopped", [True, False])
 def test_summary_tells_stopped_run_from_run_with_nothing_to_do(stopped):
     result = Result(steps=20, trained=3 if stopped else 0, stopped=stopped)
