@@ -124,3 +124,42 @@ def test_fewer_workers_go_on_after_a_killed_one(tmp_path):
     rows = lines_of(*[{"text": f"{number} {TEXT}"} for number in range(40)])
     path = write(tmp_path / "a.jsonl", rows)
     assert_read(text_config(path, tmp_path, source="jsonl", workers=1))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "remedy"),
+    [
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", "fetch it"),
+        ("tokenizer_config.json", "", "remove auto_map in a copy of it"),
+        ("tokenizer.json", '{"model": 1}', "mend its files, or use the directory of another"),
+    ],
+)
+def test_tokenizer_that_cannot_be_loaded_is_mended(tmp_path, folder, file, text, remedy):
+    path = folder / file
+    whole = path.read_text()
+    if not text:
+        code = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+        text = json.dumps(json.loads(whole) | code)
+        whole = json.dumps(json.loads(whole) | {"tokenizer_class": "Mine"})
+    path.write_text(text)
+    corpus = write(tmp_path / "a.txt", TEXT)
+    with refused(remedy) as refusal:
+        prepare(text_config(corpus, tmp_path, tokenizer=str(folder)))
+    assert "or for text use 'train'" in refusal.text
+    assert_read(text_config(corpus, tmp_path, tokenizer="train"))
+    path.write_text(whole)
+    assert_read(text_config(corpus, tmp_path, tokenizer=str(folder)))
+
+
+def test_documents_in_both_parts_are_removed_from_one(tmp_path):
+    shared = write(tmp_path / "a.jsonl", lines_of(*[{"text": f"{n} {TEXT}"} for n in range(4)]))
+    own = write(tmp_path / "b.jsonl", lines_of({"text": f"another {TEXT}"}))
+
+    def warnings(path):
+        mine = {"source": "jsonl", "paths": [str(path)]}
+        config = text_config(shared, tmp_path, source="jsonl", validation={"mine": mine})
+        return [line for line in corpus_lines(prepare(config)) if line.startswith("WARNING")]
+
+    (warning,) = warnings(shared)
+    assert "remove them from one of the two" in warning
+    assert not warnings(own)

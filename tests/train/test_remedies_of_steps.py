@@ -1,6 +1,9 @@
 """Remedies about steps, trackers and evaluations; each is done as it is written, and helps."""
 
+import inspect
 import math
+import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -11,10 +14,13 @@ from accelerate import tracking
 
 from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import RunConfig
+from parallel3d.config.normalise import apply_overrides
 from parallel3d.config.parallel3d_block import TrainConfig
 from parallel3d.data.split import SPLIT_FORMAT
 from parallel3d.data.tokenizer import save_tokenizer, train_tokenizer
 from parallel3d.mesh.launch import Launch
+from parallel3d.plan.report.explain_run import measured_parts
+from parallel3d.train import evaluate_checkpoint
 from parallel3d.train.bad_steps import BadSteps
 from parallel3d.train.dry_run import dry_run
 from parallel3d.train.ending import DONE
@@ -164,3 +170,27 @@ def test_inputs_that_a_dry_run_misses_are_named_as_it_says(tmp_path, monkeypatch
     for path, wrong, remedy, right in rows:
         assert remedy in missing(**{path: wrong})
         assert not missing(**{path: right})
+
+
+@pytest.mark.slow  # two runs
+def test_step_is_measured_by_the_flags_that_the_message_names(config):
+    bare = changed(config, {"parallel3d.run.name": "bare"})
+    start(bare, (1, 1, 1))
+    with refused("run it with --wall_clock_breakdown true --steps_per_print 5") as refusal:
+        measured_parts(folder_of(bare))
+    named = changed(config, {"parallel3d.run.name": "named", "parallel3d.train.steps": 10})
+    words = re.search(r"run it with (.*) for ten steps", refusal.text)[1]
+    apply_overrides(named, words.split())
+    start(named, (1, 1, 1))
+    (rank,) = measured_parts(folder_of(named))
+    assert rank["forward"] > 0
+
+
+def test_set_to_evaluate_is_added_as_the_message_writes_it():
+    source = inspect.getsource(evaluate_checkpoint.evaluate)
+    shown = "".join(re.findall(r"'(.*)'\n", source.partition("add one: ")[2])).replace("\\'", "'")
+    words = shlex.split(shown)
+    assert words[0] == "--data.validation"
+    changed_config = raw()
+    apply_overrides(changed_config, words)
+    assert RunConfig.from_dict(changed_config).data.validation["mine"].paths == ("mine/*.txt",)
