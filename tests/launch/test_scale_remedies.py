@@ -271,6 +271,42 @@ def test_repeated_tokens_are_forecast_with_their_number(scaled, tmp_path):
     assert code == 0, err
 
 
+@pytest.mark.slow
+def test_runs_of_more_than_one_epoch_are_added(scaled, tmp_path):
+    """Or the law of runs that repeat nothing is named."""
+    law = {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28}
+    (tmp_path / "base.json").write_text(json.dumps(law))
+    flags = ("--law", "data-constrained", "--unique-column", "unique")
+    fit = ("fit", "runs.csv", "--bootstraps", "0", "--no-report", *flags)
+    write_csv(tmp_path / "runs.csv", **COLUMNS | {"unique": GOOD.tokens})
+    code, _, err = scaled(*fit, "--base", "base.json")
+    assert code == 2 and "no run repeats its tokens; add runs of more than one epoch" in err
+    write_csv(tmp_path / "runs.csv", **COLUMNS | UNIQUE)
+    code, _, err = scaled(*fit)
+    assert code == 2 and "or pass --base with the fit.json of a parametric law" in err
+    code, _, err = scaled(*fit, "--base", "base.json")
+    assert code == 0, err
+
+
+@pytest.mark.slow
+def test_fit_of_a_law_that_forecasts_is_named(scaled, tmp_path):
+    write_csv(tmp_path / "runs.csv", **COLUMNS)
+    assert scaled(*FIT)[0] == 0
+    (tmp_path / "fit.json").rename(tmp_path / "law.json")
+    (tmp_path / "other.json").write_text("{}")
+    code, _, err = scaled("predict", "--fit", "other.json", *RUN)
+    assert code == 2 and "is not a fit; name a fit.json of `scale fit`" in err
+    sizes, rates = (a.ravel() for a in np.meshgrid([1e7, 1e8, 1e9], [1.0, 2.0, 4.0]))
+    loss = 3 + np.log(rates / 2) ** 2
+    write_csv(tmp_path / "runs.csv", params=sizes, tokens=20 * sizes, rate=rates, loss=loss)
+    words = ("fit", "runs.csv", "--bootstraps", "0", "--no-report", "--law", "best-value")
+    assert scaled(*words, "--setting-column", "rate")[0] == 0
+    code, _, err = scaled("predict", "--fit", "fit.json", *RUN)
+    assert code == 2 and "use the fit of another" in err
+    code, _, err = scaled("predict", "--fit", "law.json", *RUN)
+    assert code == 0, err
+
+
 # Designs
 
 

@@ -281,10 +281,25 @@ def test_ladder_is_locked_while_it_runs(place):
     lock = runner.Lock(place / "runs" / runner.LOCK)
     lock.take()
     try:
-        with pytest.raises(ConfigError, match="is already being run by"):
+        with pytest.raises(
+            ConfigError, match=r"is already being run by .*; wait for it to end, or"
+        ):
             run(file)
     finally:
         lock.release()
+    assert run(file)[0] == 0
+
+
+def test_mesh_is_smaller_where_devices_are_too_few(place, monkeypatch):
+    monkeypatch.setattr(runner, "visible_devices", lambda: ("0",))
+
+    def runner_of(**changes):
+        ladder = ladder_of(str(write(place, **changes)))
+        return runner.Runner(ladder, 1, Display(Console(file=StringIO()), len(ladder.rungs), 0))
+
+    with pytest.raises(ConfigError, match="use a smaller mesh, or --emit slurm"):
+        runner_of(mesh={"pp": 1, "dp": 2, "tp": 1})
+    assert runner_of(mesh={"pp": 1, "dp": 1, "tp": 1})
 
 
 def test_half_written_folder_is_completed(place):
