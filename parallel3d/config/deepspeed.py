@@ -27,6 +27,8 @@ from parallel3d.model import optimizers
 EXAMPLE = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 DEFAULT_LR = 1e-3  # DeepSpeed's Adam has it, for files without an optimizer
 
+_LARGEST_SCALE = 2.0**32  # fp16 ends at 65,504: gradients of any loss would overflow beyond
+
 # As `OptimizerConfig.type` spells them.
 _ADAMW = {"adamw": "AdamW", "adam": "Adam", "fusedadam": "Adam"}
 
@@ -91,7 +93,7 @@ class Fp16Config(Switched):
 
     enabled: bool = False
     """Compute in fp16 with a loss scale. Prefer bf16 where the device supports it."""
-    loss_scale: float = Field(default=0.0, ge=0)
+    loss_scale: float = Field(default=0.0, ge=0, le=_LARGEST_SCALE)
     """Fixed loss scale; 0 selects dynamic scaling."""
     initial_scale_power: int = Field(default=16, ge=0, le=32)
     """Dynamic scaling starts at 2 to this power."""
@@ -101,8 +103,19 @@ class Fp16Config(Switched):
     """Overflows tolerated before the scale is halved."""
     consecutive_hysteresis: bool = False
     """Reset the hysteresis after every step without overflow."""
-    min_loss_scale: float = Field(default=1.0, gt=0)
-    """Lower bound of the dynamic scale."""
+    min_loss_scale: float = Field(default=1.0, gt=0, le=_LARGEST_SCALE)
+    """Lower bound of the dynamic scale, at most 2 to the power of initial_scale_power."""
+
+    def _problems(self) -> Iterable[Problem]:
+        yield from super()._problems()
+        first = 2.0**self.initial_scale_power
+        if not self.loss_scale and self.min_loss_scale > first:
+            yield Problem(
+                "min_loss_scale",
+                self.min_loss_scale,
+                f"is above the first scale, 2^{self.initial_scale_power} = {first:g}",
+                f"use {first:g} or less, or raise initial_scale_power",
+            )
 
 
 class OffloadConfig(Section):

@@ -7,8 +7,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from parallel3d.base.robust import robust_score
+from parallel3d.config.deepspeed import Fp16Config
 from parallel3d.config.parallel3d_block import TrainConfig
 
+MOST_OVERFLOWS = 10  # steps beyond the hysteresis
 WINDOW = 128  # trained steps with which a step is compared
 KEY = "bad_steps"  # in state.json
 
@@ -26,6 +28,36 @@ class Verdict(NamedTuple):
 
 _LOSS_REMEDY = "Lower optimizer.params.lr, lengthen the warm-up, or check the data of this step"
 _NORM_REMEDY = "The losses are finite. Lower optimizer.params.lr"
+
+
+class Overflows:
+    """Counts the fp16 steps in a row whose gradients overflowed at one loss scale.
+
+    A dynamic scale falls after fp16.hysteresis of them. One that does not fall makes a run of
+    skipped steps, which ends as if it had trained.
+    """
+
+    def __init__(self, fp16: Fp16Config) -> None:
+        self._fp16 = fp16
+        self._scale = 0.0
+        self._count = 0
+
+    def add(self, scale: float | None) -> Verdict:
+        """Return what to do after a step that overflowed at a scale; None if it did not."""
+        self._count = self._count + 1 if scale == self._scale else 1
+        self._scale = scale or 0.0
+        if scale is None or self._count < self._fp16.hysteresis + MOST_OVERFLOWS:
+            return Verdict("train")
+        place = "fp16.min_loss_scale"
+        remedy = f"Lower {place}, or use bf16"
+        if self._fp16.loss_scale:
+            place = "fp16.loss_scale"
+            remedy = f"Lower {place}, or set it to 0, with which the scale is found"
+        reason = (
+            f"the gradients of the last {self._count} steps overflowed in fp16, and the scale "
+            f"{scale:g} does not fall ({place})"
+        )
+        return Verdict("stop", reason, remedy)
 
 
 class BadSteps:

@@ -140,8 +140,13 @@ class Progress:
         self._bar.stop()
 
 
+_LONGEST = 86400 * 10**6  # seconds; Python's timedelta ends at 10**9 days
+
+
 def in_words(seconds: float) -> str:
     """Return a number of seconds as text: 0:03:05, or 3 days, 4:00:00."""
+    if seconds > _LONGEST:
+        return f"more than {_LONGEST // 86400:,} days"
     return str(timedelta(seconds=round(seconds)))
 
 

@@ -11,7 +11,7 @@ from parallel3d.base.say import Say
 from parallel3d.checkpoint.state import Position
 from parallel3d.config import CompleteConfig
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.train.bad_steps import BadSteps, Verdict
+from parallel3d.train.bad_steps import BadSteps, Overflows, Verdict
 from parallel3d.train.layer_history import LayerHistory
 from parallel3d.train.observer import Observer, Rewind, Step
 from parallel3d.train.rank_step import mean_of_ranks
@@ -50,6 +50,7 @@ class StepFilter(Observer):
         self._history = history
         self._verdict: Verdict | None = None
         self._rewinding: tuple[Step, Verdict] | None = None
+        self._overflows = Overflows(config.fp16)
         self.may_skip = bad.may_skip
 
     def may_update(self, step: Step, norm: Tensor) -> bool:
@@ -67,6 +68,9 @@ class StepFilter(Observer):
         if verdict is None:
             rows = [(row.loss, *row.side_losses) for row in step.rows]
             verdict = self._judge(step, rows, norm)
+        overflow = self._overflows.add(step.done.loss_scale if step.done.overflow else None)
+        if verdict.action == "train" and overflow.action == "stop":
+            verdict = overflow
         if verdict.reason and self._history:
             is_trained_on = verdict.action == "train"
             self._history.write(step.end.step, verdict.reason, once=is_trained_on)

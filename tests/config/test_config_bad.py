@@ -59,6 +59,8 @@ BAD = [
     (f"{P3D}.run.directory", "a" * 300, "is longer than file systems allow", "shorter path"),
     (f"{P3D}.data.cache", "a/" * 3000, "is longer than file systems allow", "shorter path"),
     ("bf16", True, "must be a block of settings", 'write {"enabled": true}'),
+    ("fp16", {"enabled": True, "loss_scale": 1e30}, "at most 4294967296", "4294967296 or less"),
+    ("fp16", {"enabled": True, "min_loss_scale": 1e6}, "first scale, 2^16 = 65536", "65536 or le"),
     (f"{ZERO}.offload_optimizer", "cpu", "block of settings", 'write {"device": "cpu"}'),
     (f"{ZERO}.offload_param", True, "must be a block of settings", 'write {"device": ...}'),
     (f"{P3D}.train.lr_schedule", "cosine", "block of settings", 'write {"type": "cosine"}'),

@@ -9,18 +9,19 @@ import pytest
 from scipy.stats import median_abs_deviation
 
 from parallel3d.base.robust import FEWEST, robust_score
+from parallel3d.config.deepspeed import Fp16Config
 from parallel3d.config.parallel3d_block import TrainConfig
 from parallel3d.pipeline.executor import Executor
 from parallel3d.train import feed as feed_module
 from parallel3d.train import trainer as trainer_module
-from parallel3d.train.bad_steps import WINDOW, BadSteps
+from parallel3d.train.bad_steps import MOST_OVERFLOWS, WINDOW, BadSteps, Overflows
 from parallel3d.train.ending import DONE, STOPPED
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import weight_error, weight_errors
 from parallel3d.verify.reference import Course, train_reference
 from tests.cases import Case, Trainer
 from tests.checkpoint.drill import changed, prepared_config
-from tests.train.running import folder_of, start_all
+from tests.train.running import folder_of, start, start_all
 from tests.verify.measuring import batches
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
@@ -263,6 +264,36 @@ def test_score_is_robust_score_of_scipy():
         assert robust_score(value, earlier) == pytest.approx(expected, rel=1e-4)
     assert robust_score(1e9, earlier[: FEWEST - 1]) == 0.0
     assert robust_score(3.0, [3.0] * FEWEST) == 0.0  # equal values have no deviation
+
+
+@pytest.mark.parametrize(
+    ("fp16", "place"),
+    [({"loss_scale": 2.0**32}, "fp16.loss_scale"), ({"hysteresis": 3}, "fp16.min_loss_scale")],
+)
+def test_scale_that_overflows_for_ever_stops_the_run(fp16, place):
+    """Such a run ended with exit code 0, without one update."""
+    config = Fp16Config(enabled=True, **fp16)
+    overflows = Overflows(config)
+    most = config.hysteresis + MOST_OVERFLOWS
+    for scale in (8.0, 8.0, None, *(most - 1) * [4.0], None, 2.0, *(most - 1) * [1.0]):
+        assert overflows.add(scale).action == "train"
+    verdict = overflows.add(1.0)
+    assert verdict.action == "stop" and f"last {most} steps overflowed" in verdict.reason
+    assert verdict.reason.endswith(f"({place})") and f"Lower {place}" in verdict.remedy
+
+
+@pytest.mark.parametrize(
+    "fp16",
+    [
+        {"initial_scale_power": 32, "min_loss_scale": 2.0**31},
+        pytest.param({"loss_scale": 2.0**32}, marks=pytest.mark.slow),
+    ],
+)
+def test_run_in_fp16_that_cannot_update_fails_by_name(tmp_path, fp16):
+    changes = {"fp16": {"enabled": True, **fp16}, "parallel3d.train.steps": 30}
+    (ended,) = start(changed(prepared_config(tmp_path), changes), (1, 1, 1))
+    assert "steps overflowed in fp16" in ended.error
+    assert f"does not fall (fp16.{list(fp16)[-1]})" in ended.error
 
 
 def test_false_alarms_are_rare_and_spikes_are_seen():

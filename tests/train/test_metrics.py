@@ -197,6 +197,18 @@ def test_remaining_time_is_estimated_from_newest_steps(monkeypatch):
         assert stream.getvalue().rstrip().endswith(f"{in_words(left)} left")
 
 
+@pytest.mark.parametrize("num_steps", [10**18, 2**70])
+def test_run_that_takes_longer_than_time_counts_shows_its_steps(num_steps, monkeypatch):
+    """With a stop_after, as by people whose train.steps means "until I stop it"."""
+    clock = iter(range(1000))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
+    stream = io.StringIO()
+    log = Progress(num_steps, every=1, console=Console(file=stream, width=160))
+    for step in (1, 2, 3):
+        log.show(step_metrics(step))
+    assert stream.getvalue().rstrip().endswith("more than 1,000,000 days left")
+
+
 def test_full_disk_keeps_lines_in_memory(tmp_path, monkeypatch):
     """It takes a part of a line first, as a real one does; and there is room again later."""
     room = [150]

@@ -32,9 +32,11 @@ def grow_scale_after_step(optimizer: ZeROOptimizer) -> Callable[[], None]:
 
     DeepSpeed doubles the dynamic scale before it divides the gradients by it, which halves the
     gradients of those steps (and at ZeRO-3 the reported norm). An overflow, whose step is skipped,
-    still lowers the scale at once.
+    still lowers the scale at once; at the least scale DeepSpeed would raise a bare Exception on
+    each rank, and `train/bad_steps.py` stops the run by name.
     """
     scaler = optimizer.loss_scaler
+    scaler.raise_error_at_min_scale = False
     steps = [0]
 
     def update_scale(has_overflow: bool = False) -> None:
