@@ -86,7 +86,7 @@ BUDGET = {
     "parallel3d/pipeline": 3_400,
     "parallel3d/plan": 24_900,
     "parallel3d/schedule": 6_800,
-    "parallel3d/tensor": 13_600,
+    "parallel3d/tensor": 13_700,
     "parallel3d/train": 21_600,
     "parallel3d/verify": 12_500,
     "tests": 348_000,

@@ -133,16 +133,34 @@ def kernel_of(
     return SDPBackend(choice)
 
 
-def describe_kernel(kernel: SDPBackend) -> str:
-    """Return the log line about the kernel, with a warning if it is not fused."""
+def describe_kernel(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None
+) -> str:
+    """Return the log line about the kernel of `kernel_of`, with a warning if it is not fused."""
+    kernel = kernel_of(q, k, v, dropout, mask)
     if kernel != SDPBackend.MATH:
-        name = kernel.name.lower().removesuffix("_attention").replace("_", " ")
-        return f"kernel  attention runs as {name}"
-    return (
+        return f"kernel  attention runs as {_in_words(kernel)}"
+    line = (
         "kernel  WARNING: this device has no fused kernel for this attention, so each layer holds "
-        "several copies of all scores (batch x heads x sequence^2); try bf16 or an attention "
-        "dropout of 0"
+        "several copies of all scores (batch x heads x sequence^2)"
     )
+    remedies = []
+    if q.dtype == torch.float32:
+        remedies.append(("bf16", torch.bfloat16, dropout))
+    if dropout:
+        remedies.append(("an attention dropout of 0", q.dtype, 0.0))
+    if len(remedies) == 2:
+        remedies.append(("bf16 and an attention dropout of 0", torch.bfloat16, 0.0))
+    for words, dtype, rate in remedies:
+        like = partial(torch.empty_like, dtype=dtype, requires_grad=True)
+        own_mask = None if mask is None else like(mask)
+        if kernel_of(like(q), like(k), like(v), rate, own_mask) != SDPBackend.MATH:
+            return f"{line}; try {words}"
+    return line
+
+
+def _in_words(kernel: SDPBackend) -> str:
+    return kernel.name.lower().removesuffix("_attention").replace("_", " ")
 
 
 def prefer_flash_3(stages: nn.Module, device: torch.device, *, isolated: bool) -> None:
@@ -189,9 +207,10 @@ def log_kernel(
     )
     has_window = layer.window is not None and layer.window < seq
     if (isolated or has_window) and in_one_kernel(q, layer.dropout.p):
-        name = describe_kernel(SDPBackend.FLASH_ATTENTION)
-        say(f"{name} 3" if uses_flash_3() else name)
+        name = _in_words(SDPBackend.FLASH_ATTENTION)
+        version = " 3" if uses_flash_3() else ""
+        say(f"kernel  attention runs as {name}{version}")
         return
     rows = q[:, :, :BLOCK] if has_window else q
     mask = q.new_empty(rows.shape[2], seq) if has_window else None
-    say(describe_kernel(kernel_of(rows, k, v, layer.dropout.p, mask)))
+    say(describe_kernel(rows, k, v, layer.dropout.p, mask))

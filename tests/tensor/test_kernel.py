@@ -59,14 +59,33 @@ def test_logged_kernel_is_the_one_that_runs(context):
         kernel = kernel_of(q, k, v, dropout)
         fused = any("flash_attention" in name for name in ran.names)
         assert kernel == (SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH)
-        assert logged == [describe_kernel(kernel)]
+        assert logged == [describe_kernel(q, k, v, dropout)]
+        assert ("WARNING" in logged[0]) == (kernel == SDPBackend.MATH)
         seen.add((kernel, dropout))
     assert seen == {(SDPBackend.FLASH_ATTENTION, 0.0), (SDPBackend.MATH, 0.1)}
 
 
-def test_warning_names_the_setting_to_change():
-    assert "bf16" in describe_kernel(SDPBackend.MATH)
-    assert "WARNING" not in describe_kernel(SDPBackend.CUDNN_ATTENTION)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_warning_names_what_has_a_fused_kernel_here(monkeypatch, dtype):
+    """On a CPU another dropout; on devices that say so another precision, or both."""
+    q, k, v = torch.randn(3, 2, 4, 16, 8).to(dtype)
+    warning = describe_kernel(q, k, v, 0.1)
+    assert warning.endswith("; try an attention dropout of 0")
+    assert "WARNING" not in describe_kernel(q, k, v, 0.0)
+
+    def only(fits):
+        def choose(q, k, v, dropout, mask=None):
+            return SDPBackend.FLASH_ATTENTION if fits(q, dropout) else SDPBackend.MATH
+
+        monkeypatch.setattr(attention_module, "kernel_of", choose)
+        return describe_kernel(q, k, v, 0.1).partition("; ")[2]
+
+    half = only(lambda q, _: q.dtype != dtype)
+    both = only(lambda q, rate: q.dtype != dtype and not rate)
+    if dtype == torch.float32:
+        assert (half, both) == ("try bf16", "try bf16 and an attention dropout of 0")
+    else:
+        assert (half, both) == ("", "")
 
 
 def test_kernel_of_the_layer_with_the_widest_window_is_logged(context):
