@@ -59,10 +59,12 @@ class Rewinder:
             reason = self._distrust(number, error, vouched)
         checkpoint = find_newest(places)[0] or self._start.on_disk
         if checkpoint is None:
+            # No checkpoint is before the first step.
+            remedy = "Lower checkpoint.every, or set" if number else "Set"
             raise TrainingError(
                 f"{reason}Step {number + 1} has no checkpoint before it to rewind to; all ranks "
-                "stop. Lower checkpoint.every, or set train.on_nonfinite, train.on_spike and "
-                "train.check_bits.on_wrong to other values"
+                f"stop. {remedy} train.on_nonfinite, train.on_spike and train.check_bits.on_wrong "
+                "to other values"
             )
         for place in places:
             place.forget_after(checkpoint.step)

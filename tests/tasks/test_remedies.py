@@ -1,13 +1,14 @@
 """Each remedy about a task is applied as it is written, and the task is loaded."""
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from parallel3d.extras.tasks.library import load_tasks
+from parallel3d.extras.tasks.library import MeshLM, load_tasks
 from parallel3d.extras.tasks.score import _tokenizer_of
 from tests.remedies import refused
 
@@ -64,3 +65,16 @@ def test_tokenizer_of_ids_is_named_for_tasks(tmp_path):
         _tokenizer_of(tmp_path / "step-1", config_of("none"))
     (tmp_path / "own").mkdir()
     assert _tokenizer_of(tmp_path / "step-1", config_of(tmp_path / "own")) == tmp_path / "own"
+
+
+def test_samples_are_as_long_as_a_continuation_or_it_is_shorter():
+    def scored(longest, continuation):
+        scorer = SimpleNamespace(longest=longest, lead=list)
+        model = SimpleNamespace(_scorer=scorer)
+        with suppress(AttributeError):  # a request has no score yet
+            MeshLM._loglikelihood_tokens(model, [("", [1], continuation)])
+
+    with refused("raise it, up to the model's max_position_embeddings, or use a task with shorter"):
+        scored(4, [1] * 5)
+    scored(5, [1] * 5)
+    scored(4, [1] * 4)

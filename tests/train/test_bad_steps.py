@@ -244,10 +244,11 @@ def test_too_many_bad_batches_stop_the_run(config):
     early = named(config, "early", train__on_nonfinite="rewind", **options)
     lower = changed(early, {"parallel3d.run.name": "lower", "parallel3d.checkpoint.every": 1})
     spoilt = (spoil, [1], float("nan"))
-    runs = start_all(
-        [(skip, spoil, [1, 3], float("nan")), (early, *spoilt), (lower, *spoilt)], (1, 1, 1)
-    )
-    for most, rewound, mended in zip(*runs, strict=True):
+    first = changed(early, {"parallel3d.run.name": "first", "parallel3d.checkpoint.every": 1})
+    begins = [(skip, spoil, [1, 3], float("nan")), (first, spoil, [0], float("nan"))]
+    runs = start_all([*begins, (early, *spoilt), (lower, *spoilt)], (1, 1, 1))
+    for most, at_once, rewound, mended in zip(*runs, strict=True):
+        assert "all ranks stop. Set train.on_nonfinite, train.on_spike and" in at_once.error
         assert most.error.startswith("TrainingError: the loss on rank 0 is nan, after 1 skipped")
         assert "at step 4" in most.error and "max_skips" in most.error
         assert "Step 2 has no checkpoint before it" in rewound.error

@@ -72,7 +72,8 @@ class MeshLM(TemplateLM):  # type: ignore[misc]  # lm_eval may not be installed
             if len(continuation) > longest:
                 raise ConfigError(
                     f"a continuation has {len(continuation):,} tokens, more than"
-                    f" parallel3d.data.sequence_length = {longest}; raise it"
+                    f" parallel3d.data.sequence_length = {longest}; raise it, up to the model's"
+                    " max_position_embeddings, or use a task with shorter continuations"
                 )
             # A context that is too long loses its beginning.
             cut.append(Request((context + continuation)[-longest - 1 :], len(continuation)))
