@@ -225,7 +225,7 @@ def _unknown(
     own = [*known, *refused]
     listed = {setting.path: setting.only for setting in settings(root)}
     here = f"this block has: {', '.join(known)}" if known else "remove it"
-    name = key.lower().replace("-", "_")
+    name = "".join(filter(str.isprintable, key)).lower().replace("-", "_")
     places = _places_by_name(listed, blocks=isinstance(value, dict))
     if only := listed.get(path):
         yield Problem(path, value, f"is only a setting of {only}", f"remove it; {here}")

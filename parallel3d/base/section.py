@@ -65,7 +65,9 @@ class Problem:
 
     def __str__(self) -> str:
         value = "" if self.value is ABSENT else f" = {_shown(self.value)}"
-        return f"{self.path}{value}: {self.rule}; {self.remedy}"
+        is_visible = self.path.isprintable() and self.path
+        path = self.path if is_visible else json.dumps(self.path)
+        return f"{path}{value}: {self.rule}; {self.remedy}"
 
     def error(self) -> "Problems":
         """Return the error of a config with this problem alone, to be raised."""

@@ -301,6 +301,20 @@ def place_of(path, value, message):
     return f"{path} = {shown if len(shown) <= 80 else f'{shown[:76]} ...'}: "
 
 
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [
+        (
+            "\u200bfp16",
+            '"\\u200bfp16" = {"enabled": true}: is not a setting; the nearest one is "fp16"',
+        ),
+        ("", '"" = {"enabled": true}: is not a setting; this block has: '),
+    ],
+)
+def test_key_that_cannot_be_seen_is_written_out(key, line):
+    assert f"\n  {line}" in error_of(**{key: {"enabled": True}})
+
+
 def check(message, place, rule, remedy):
     """The message has one problem, which says all of this."""
     assert "Traceback" not in message
