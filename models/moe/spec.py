@@ -165,7 +165,14 @@ class Config(llama.Config):
                 "leaves one expert per group; a group's rank is the sum of its two best",
                 f"use {experts // 2} or less",
             )
-        if not any(map(self.is_sparse, range(self.num_hidden_layers))):
+        if self.decoder_sparse_step > self.num_hidden_layers:
+            yield Problem(
+                "decoder_sparse_step",
+                self.decoder_sparse_step,
+                "leaves no layer with experts",
+                f'use {self.num_hidden_layers} or less, or family = "llama"',
+            )
+        elif not any(map(self.is_sparse, range(self.num_hidden_layers))):
             yield Problem(
                 "first_k_dense_replace",
                 self.first_k_dense_replace,

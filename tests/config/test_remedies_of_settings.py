@@ -211,6 +211,8 @@ ROWS = [
     (model(num_experts=8, n_group=8), "use 4 or less", [model(num_experts=8, n_group=4)]),
     (model(num_experts=2, num_experts_per_tok=3), "use 2 or less", [
         model(num_experts=2, num_experts_per_tok=2)]),
+    (model(decoder_sparse_step=5), 'use 4 or less, or family = "llama"', [
+        model(decoder_sparse_step=4), llama()]),
     (model(first_k_dense_replace=4), 'lower it, or use family = "llama"', [
         model(first_k_dense_replace=3), llama()]),
     (model(num_experts=8, num_experts_per_tok=2, capacity_factor=5.0),
