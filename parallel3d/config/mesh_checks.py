@@ -103,7 +103,10 @@ def check_copies(mesh: MeshConfig, zero_optimization: ZeroConfig) -> Iterator[Pr
         rule = f"does not divide mesh.dp={mesh.dp}{multiple}"
         if mesh.dp % shards == 0:
             rule = f"is not a multiple of mesh.ep={mesh.ep}"
-        yield Problem(path, shards, rule, f"use {join_with_or(allowed)}")
+        remedy = "use a mesh.ep that divides mesh.dp, or null here"
+        if allowed:
+            remedy = f"use {join_with_or(allowed)}"
+        yield Problem(path, shards, rule, remedy)
     elif shards % mesh.ep:
         rule = f"is not a multiple of mesh.ep={mesh.ep}"
         yield Problem(path, shards, rule, f"use {shards // mesh.ep * mesh.ep + mesh.ep}")

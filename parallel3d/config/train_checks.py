@@ -162,6 +162,7 @@ def check_batch(
     train_micro_batch_size_per_gpu: int | None,
     gradient_accumulation_steps: int | None,
     mesh: MeshConfig,
+    train: TrainConfig,
 ) -> Iterator[Problem]:
     """Check that there is a batch or a micro batch, and that sizes that are all set agree."""
     micro = train_micro_batch_size_per_gpu or 0
@@ -174,7 +175,15 @@ def check_batch(
             "is required",
             f"add it: samples per microbatch, on each data-parallel rank (or {arithmetic.BATCH})",
         )
-    if train_batch_size and batch and train_batch_size != batch:
+    if train_batch_size and batch and train_batch_size != batch and train.batch_schedule:
+        yield Problem(
+            arithmetic.ACCUMULATION,
+            steps,
+            f"makes a step of {batch} samples, but parallel3d.train.batch_schedule begins with "
+            f"{train_batch_size}",
+            'use "auto"',
+        )
+    elif train_batch_size and batch and train_batch_size != batch:
         remedy = f'use {batch} or "auto"'
         if train_batch_size % (batch // steps) == 0:
             remedy = f'{remedy}, or "{arithmetic.ACCUMULATION}": "auto"'

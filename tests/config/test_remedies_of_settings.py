@@ -170,7 +170,13 @@ ROWS = [
      "use steps = 2 or less, or an earlier start", [
         {f"{P3D}.train.profile": {"start": 8, "steps": 2}},
         {f"{P3D}.train.profile": {"start": 7, "steps": 3}}]),
+    ({SCHEDULE: [[0, 8], [64, 16]], f"{P3D}.mesh.dp": 2}, 'use "auto"', [
+        {SCHEDULE: [[0, 8], [64, 16]], f"{P3D}.mesh.dp": 2, ACCUMULATION: "auto"}]),
     # Mesh and what it excludes
+    ({f"{P3D}.mesh": {"dp": 1, "ep": 2, "dp_shards": 3}} | model(),
+     "use a mesh.ep that divides mesh.dp, or null here", [
+        {f"{P3D}.mesh": {"dp": 1, "ep": 1, "dp_shards": None}} | model(),
+        {f"{P3D}.mesh": {"dp": 1, "ep": 1, "dp_shards": 1}} | model()]),
     ({SHARDS: 2, "zero_optimization": {"stage": 2, "contiguous_gradients": False}},
      "use true, or dp_shards = null", [
         {SHARDS: 2, "zero_optimization": {"stage": 2, "contiguous_gradients": True}},
