@@ -413,6 +413,25 @@ def test_deepspeed_file_of_a_trainer_is_completed(tmp_path):
     assert config["zero_optimization"] == {"stage": 3} and config["bf16"] == {"enabled": True}
 
 
+@pytest.mark.parametrize(
+    "order", [("a.json", "z3.json"), ("z3.json", "a.json"), ("a.py", "z3.json")]
+)
+@pytest.mark.parametrize("enabled", ["auto", True, False])
+def test_deepspeed_file_is_named_beside_the_arguments(tmp_path, order, enabled):
+    """Also where both have a "bf16": a switch of the Trainer, and a block of DeepSpeed."""
+    deepspeeds = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": enabled}}
+    (tmp_path / "z3.json").write_text(json.dumps(deepspeeds))
+    arguments = TRAINERS | {"deepspeed": "z3.json"}
+    (tmp_path / "a.json").write_text(json.dumps(arguments))
+    call = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    (tmp_path / "a.py").write_text(f"TrainingArguments({call})")
+    config, rows = convert([str(tmp_path / name) for name in order])
+    refused = [row.setting for row in rows if row.verdict == "REFUSED"]
+    assert refused == (["bf16"] if enabled is False else [])
+    assert config["zero_optimization"] == {"stage": 3}
+    assert config["bf16"] == {"enabled": enabled is not False}
+
+
 def test_arguments_without_a_model_are_told_which_one_is_missing(tmp_path):
     (tmp_path / "a.json").write_text('{"max_steps": 3, "per_device_train_batch_size": 4}')
     _, rows = convert([str(tmp_path / "a.json")])

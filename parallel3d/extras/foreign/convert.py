@@ -190,10 +190,18 @@ def _read(paths: Sequence[str]) -> tuple[ModuleType, JsonObject]:
 def _joined(blocks: JsonObject, more: JsonObject, path: str) -> JsonObject:
     """Return the settings of two files, such as a DeepSpeed file's and a Trainer's arguments.
 
-    Raises ConfigError if one has two values; "auto" takes the other's.
+    Raises ConfigError if one has two values; "auto" takes the other's. A block of DeepSpeed whose
+    name is also an argument, such as bf16, stands beside it by the paths of its settings.
     """
-    joined = {**blocks}
-    for name, value in more.items():
+    blocks_beside: JsonObject = {}
+    first = {**blocks}
+    second = {**more}
+    for name in blocks.keys() & more.keys():
+        for own, others in ((first, more), (second, blocks)):
+            if isinstance(own[name], dict) and not isinstance(others[name], dict):
+                blocks_beside |= reader.flat({name: own.pop(name)})
+    joined = blocks_beside | first  # the arguments complete them
+    for name, value in second.items():
         other = joined.get(name, "auto")
         if "auto" not in (value, other) and value != other:
             raise ConfigError(
