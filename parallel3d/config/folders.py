@@ -10,6 +10,7 @@ from pydantic import AfterValidator
 
 from parallel3d import models
 from parallel3d.base import user_folders
+from parallel3d.base.errors import ConfigError
 from parallel3d.base.paths import expand_path
 from parallel3d.base.reader import JsonObject, block_at
 from parallel3d.base.section import Items, PathText
@@ -25,9 +26,18 @@ _KINDS = {
 
 
 def register(raw: JsonObject) -> None:
-    """Register the folders that `raw` names; names that are not folders are refused later."""
+    """Register the folders that `raw` names; names that are not folders are refused later.
+
+    Raises ConfigError if an environment variable lists one that is not there.
+    """
     run = block_at(raw, "parallel3d.run")
     for name, (package, variable, _) in _KINDS.items():
+        for folder in user_folders.from_environment(variable):
+            if not Path(folder).is_dir():
+                raise ConfigError(
+                    f"the environment variable {variable} lists {folder}, which is not a folder; "
+                    "create it, or take it out"
+                )
         for folder in folders if isinstance(folders := run.get(name), list) else ():
             if isinstance(folder, str) and "\0" not in folder:
                 path = _expanded(folder)

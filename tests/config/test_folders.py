@@ -98,3 +98,15 @@ def test_layers_and_programs_of_user_folders_are_used(folders):
     mine = schedules.make_schedule("mine", 2, 4)
     assert mine.programs == schedules.make_schedule("gpipe", 2, 4).programs
     assert json.loads(json.dumps(read.to_dict()))["parallel3d"]["pipeline"]["schedule"] == "mine"
+
+
+@pytest.mark.parametrize(
+    "variable", [user_folders.MODELS, user_folders.SCHEDULES, user_folders.OPTIMIZERS]
+)
+def test_variable_that_lists_no_folder_is_refused(monkeypatch, tmp_path, variable):
+    """It had no effect, and no word was said."""
+    monkeypatch.setenv(variable, f"{tmp_path}{os.pathsep}{tmp_path}/mine")
+    with pytest.raises(ConfigError, match=f"variable {variable} lists {tmp_path}/mine, which is"):
+        RunConfig.from_dict(MINIMAL)
+    (tmp_path / "mine").mkdir()
+    RunConfig.from_dict(MINIMAL)
