@@ -137,7 +137,10 @@ def meet(launch: Launch, patience: timedelta) -> dist.Store:
     os.environ.setdefault("MASTER_PORT", str(launch.port))
     if _store is None:
         _refuse_lost_store()
-        wait = patience if launch.is_known else min(patience, _patience_of_unknown())
+        wait = patience
+        if not launch.is_known:
+            wait = min(patience, _patience_of_unknown())
+            _refuse_unknown_host(wait)
         try:
             _store, *_ = next(
                 dist.rendezvous("env://", launch.rank, launch.world_size, timeout=wait)
@@ -195,6 +198,26 @@ def _refuse_lost_store() -> None:
             time.sleep(0.2)
         except OSError:  # torch knows more about names and networks
             return
+
+
+def _refuse_unknown_host(wait: timedelta) -> None:
+    """Raise RankError if MASTER_ADDR is no host after `wait`, in which a cluster may name it.
+
+    torch would look for it as long, and print its own stack.
+    """
+    host = os.environ["MASTER_ADDR"]
+    deadline = time.monotonic() + wait.total_seconds()
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RankError(
+                    f"MASTER_ADDR = {host}: no host has this name ({error.strerror}); set it to "
+                    "the name or the address of rank 0's host"
+                ) from None
+            time.sleep(0.5)
 
 
 def _patience_of_unknown() -> timedelta:

@@ -126,6 +126,23 @@ def test_rank_of_an_unknown_launcher_waits_briefly_for_the_others(launch_of, mon
         join.meet(launch, join.STARTUP_TIMEOUT)
 
 
+def test_unknown_master_address_is_named_without_torch(launch_of, monkeypatch, capfd) -> None:
+    """Torch waited for a minute, and printed its stack in C++ before the message."""
+
+    def unknown(host, port):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(join, "_store", None)
+    monkeypatch.setattr(join, "_SECONDS_OF_UNKNOWN", 0.0)
+    monkeypatch.setattr(join, "_LEAST_SECONDS_OF_UNKNOWN", 0.2)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    place = {"MASTER_ADDR": "nowhere", "MASTER_PORT": free_port()}
+    launch = launch_of({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0} | place)
+    with pytest.raises(RankError, match=r"MASTER_ADDR = nowhere: no host has this name \(Name or"):
+        join.meet(launch, timedelta(seconds=5))
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_port_in_use_is_said_and_no_rank_is_accused(launch_of, monkeypatch, is_known):
     monkeypatch.setattr(join, "_store", None)
