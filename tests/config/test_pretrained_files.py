@@ -100,7 +100,10 @@ def test_special_id_that_no_tokenizer_loads_is_refused(key, value, tmp_path):
 
 def test_special_ids_of_published_models_are_accepted(tmp_path):
     ids = {"eos_token_id": [1, 2], "bos_token_id": None, "pad_token_id": -1}
-    config_of(published(tmp_path / "model", LLAMA | ids | {"tokenizer_class": "LlamaTokenizer"}))
+    folder = published(tmp_path / "model", LLAMA | ids | {"tokenizer_class": "LlamaTokenizer"})
+    record = config_of(folder).run.published
+    assert {key: record.config[key] for key in ids} == ids
+    assert record.config["tokenizer_class"] == "LlamaTokenizer"
 
 
 def test_unsearchable_folder_is_refused(tmp_path, monkeypatch):

@@ -34,25 +34,50 @@ def without(config, *names):
 
 # The file, words of the message, and the files that do what they say.
 ROWS = [
-    (GPT2 | {"architectures": ["GPT2DoubleHeadsModel"]}, "use GPT2LMHeadModel", [
-        GPT2 | {"architectures": ["GPT2LMHeadModel"]}]),
+    (
+        GPT2 | {"architectures": ["GPT2DoubleHeadsModel"]},
+        "use GPT2LMHeadModel",
+        [GPT2 | {"architectures": ["GPT2LMHeadModel"]}],
+    ),
     (LLAMA | {"architectures": ["LlamaForTokens"]}, "use LlamaForCausalLM", [LLAMA]),
-    (LLAMA | {"mlp_bias": "yes"}, "write true or false without quotes", [
-        LLAMA | {"mlp_bias": True}, LLAMA | {"mlp_bias": False}]),
-    (scaled(type="mrope", factor=2.0), "with llama3, linear, dynamic, yarn or default", [
-        LLAMA | {"rope_scaling": LLAMA3}, scaled(type="linear", factor=2.0),
-        scaled(type="dynamic", factor=2.0), LLAMA | {"rope_scaling": YARN},
-        scaled(rope_type="default")]),
+    (
+        LLAMA | {"mlp_bias": "yes"},
+        "write true or false without quotes",
+        [LLAMA | {"mlp_bias": True}, LLAMA | {"mlp_bias": False}],
+    ),
+    (
+        scaled(type="mrope", factor=2.0),
+        "with llama3, linear, dynamic, yarn or default",
+        [
+            LLAMA | {"rope_scaling": LLAMA3},
+            scaled(type="linear", factor=2.0),
+            scaled(type="dynamic", factor=2.0),
+            LLAMA | {"rope_scaling": YARN},
+            scaled(rope_type="default"),
+        ],
+    ),
     (scaled(type="linear"), "has no factor; add it", [scaled(type="linear", factor=2.0)]),
     (scaled(type="linear", factor=0.5), "write 1 or more", [scaled(type="linear", factor=1.0)]),
-    (LLAMA | {"rope_scaling": YARN | {"beta_fast": 0.5}}, "use 1.0 or more", [
-        LLAMA | {"rope_scaling": YARN | {"beta_fast": 1.0}}]),
-    (LLAMA | {"rope_scaling": YARN, "rope_theta": 1.0}, "raise it", [
-        LLAMA | {"rope_scaling": YARN, "rope_theta": 1e4}]),
-    (scaled(rope_type="llama3", factor=2.0), "has no low_freq_factor; add it", [
-        LLAMA | {"rope_scaling": LLAMA3}]),
-    (MISTRAL | {"layer_types": [SLIDING] + [FULL] * 3}, "remove it, or use another model_type", [
-        without(MISTRAL, "layer_types")]),
+    (
+        LLAMA | {"rope_scaling": YARN | {"beta_fast": 0.5}},
+        "use 1.0 or more",
+        [LLAMA | {"rope_scaling": YARN | {"beta_fast": 1.0}}],
+    ),
+    (
+        LLAMA | {"rope_scaling": YARN, "rope_theta": 1.0},
+        "raise it",
+        [LLAMA | {"rope_scaling": YARN, "rope_theta": 1e4}],
+    ),
+    (
+        scaled(rope_type="llama3", factor=2.0),
+        "has no low_freq_factor; add it",
+        [LLAMA | {"rope_scaling": LLAMA3}],
+    ),
+    (
+        MISTRAL | {"layer_types": [SLIDING] + [FULL] * 3},
+        "remove it, or use another model_type",
+        [without(MISTRAL, "layer_types")],
+    ),
     (LLAMA | {"num_local_experts": 8}, "remove it in a copy of the folder", [LLAMA]),
     (LLAMA | {"embedding_multiplier": 12.0}, "remove it in a copy of the folder", [LLAMA]),
     (without(LLAMA, *MISSING), "is missing; add it", [LLAMA]),
@@ -63,12 +88,18 @@ ROWS = [
     # With experts
     (GLM | {"partial_rotary_factor": 0.4}, "use 0.25", [GLM | {"partial_rotary_factor": 0.25}]),
     (MIXTRAL | {"num_experts_per_tok": 9}, "use 8 or less", [MIXTRAL | {"num_experts_per_tok": 8}]),
-    (MIXTRAL | {"num_local_experts": None}, "num_experts: is missing; add it", [
-        without(MIXTRAL, "num_local_experts") | {"num_experts": 8}, MIXTRAL]),
-    (MIXTRAL | {"router_jitter_noise": 0.1}, "set it to 0 in a copy of the folder", [
-        MIXTRAL | {"router_jitter_noise": 0}]),
+    (
+        MIXTRAL | {"num_local_experts": None},
+        "num_experts: is missing; add it",
+        [without(MIXTRAL, "num_local_experts") | {"num_experts": 8}, MIXTRAL],
+    ),
+    (
+        MIXTRAL | {"router_jitter_noise": 0.1},
+        "set it to 0 in a copy of the folder",
+        [MIXTRAL | {"router_jitter_noise": 0}],
+    ),
     (DOTS1 | {"n_group": 3}, "use 2", [DOTS1 | {"n_group": 2}]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("wrong", "remedy", "mends"), ROWS, ids=range(len(ROWS)))

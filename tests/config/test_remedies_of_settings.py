@@ -8,275 +8,391 @@ import pytest
 from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed_keys import ANY
-from tests.config.configs import LLAMA, REMOVED, raw
+from tests.config.configs import REMOVED, raw
 from tests.config.test_config_deepspeed import KEYS, placed
+from tests.config.wrong_data import (
+    ACCUMULATION,
+    BATCH,
+    FALLBACKS,
+    KIND,
+    MICRO,
+    NOISE,
+    P3D,
+    RECOMPUTE,
+    ROWS_OF_DATA,
+    SCHEDULE,
+    SHARDS,
+    STREAM,
+    TEXT,
+    data,
+    llama,
+    model,
+)
 
 pytestmark = pytest.mark.pure
 
-P3D = "parallel3d"
-BATCH = "train_batch_size"
-MICRO = "train_micro_batch_size_per_gpu"
-ACCUMULATION = "gradient_accumulation_steps"
-FALLBACKS = f"{P3D}.mesh.fallbacks"
-SHARDS = f"{P3D}.mesh.dp_shards"
-NOISE = f"{P3D}.train.noise_scale_every"
-RECOMPUTE = f"{P3D}.train.check_bits.recompute_every"
-SCHEDULE = f"{P3D}.train.batch_schedule"
-ROPE = f"{P3D}.model.rope_scaling"
-KIND = "parallel3d.model.parametrization"
-TEXT = {"source": "text", "paths": ["a.txt"]}
-URL = {"source": "jsonl", "paths": ["s3://b/a.jsonl"]}
-STREAM = {"stream": True, "manifest": "FOLDER", "tokenizer": "gpt2"}
-IDS = {"source": "megatron", "paths": ["a"]}
-NO_TOKENIZER = {"tokenizer": "none", "vocab_size": 300, "end_of_text_id": 9}
-COLUMNS = {"source": "parquet", "paths": ["a"], "tokenizer": "gpt2"}
-MOE = {"family": "moe", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-
-
-def data(*blocks: dict[str, object]) -> dict[str, object]:
-    """Return the changes that make the data section of these blocks."""
-    block: dict[str, object] = {"sequence_length": 128}
-    for more in blocks:
-        block |= more
-    return {f"{P3D}.data": block}
-
-
-def model(**settings: object) -> dict[str, object]:
-    """Return the changes that make a model with experts."""
-    return {f"{P3D}.model": MOE | settings}
-
-
-def llama(**settings: object) -> dict[str, object]:
-    return {f"{P3D}.model": LLAMA | settings}
-
-
-def without(block: dict[str, object], *names: str) -> dict[str, object]:
-    return {name: value for name, value in block.items() if name not in names}
-
-
-MIXED = {"source": "mixture", "mixture": [TEXT | {"weight": 1}]}
-# What is wrong, words of the remedy, and the changes of each of its alternatives.
 ROWS = [
-    # Data
-    (data(IDS), "name the tokenizer that made them, or", [
-        data(IDS, {"tokenizer": "gpt2"}), data(IDS, NO_TOKENIZER)]),
-    (data({"source": "chat", "paths": ["a"]}), "name a folder or a tokenizer of the hub", [
-        data({"source": "chat", "paths": ["a"], "tokenizer": "own"})]),
-    (data(TEXT, without(NO_TOKENIZER, "end_of_text_id")), 'name a tokenizer, or use "train"', [
-        data(TEXT, {"tokenizer": "gpt2"}), data(TEXT, {"tokenizer": "train"})]),
-    (data(IDS, {"tokenizer": "none"}), 'write the "vocab_size" and "end_of_text_id" of the ids', [
-        data(IDS, NO_TOKENIZER)]),
-    (data(IDS, NO_TOKENIZER, {"end_of_text_id": 300}), "use a smaller id, or raise vocab_size", [
-        data(IDS, NO_TOKENIZER, {"end_of_text_id": 299}),
-        data(IDS, NO_TOKENIZER, {"end_of_text_id": 300, "vocab_size": 301})]),
-    (data(TEXT, {"end_of_text_id": 9}), "remove it: the tokenizer defines its own", [data(TEXT)]),
-    (data({"source": "mixture"}), 'add "mixture": [{"source": "text", "paths": ["a/*.txt"], "wei', [
-        data({"source": "mixture",
-              "mixture": [{"source": "text", "paths": ["a/*.txt"], "weight": 1}]})]),
-    (data({"source": "mixture", "mixture": [{}]}), 'add it: As data.source, such as "text"', [
-        data({"source": "mixture", "mixture": [{"source": "text"} | TEXT]})]),
-    (data({"source": "mixture", "mixture": [TEXT | {"weight": 0.0}]}), "raise it, or write [...]", [
-        data({"source": "mixture", "mixture": [TEXT | {"weight": 0.1}]}),
-        data({"source": "mixture", "mixture": [TEXT | {"weight": [[0, 1.0], [50, 2.0]]}]})]),
-    (data({"source": "mixture", "mixture": [TEXT | {"weight": [[5, 1.0]]}]}), "begin with [0, WE", [
-        data({"source": "mixture", "mixture": [TEXT | {"weight": [[0, 1.0], [5, 2.0]]}]})]),
-    (data(MIXED, {"validation": {"web": {"source": "text"}}}), 'add "paths": ["corpus/*.txt"]', [
-        data(MIXED, {"validation": {"web": {"source": "text", "paths": ["corpus/*.txt"]}}})]),
-    (data(MIXED, {"validation": {"a": TEXT | {"weight": 2.0}}}), "write 1", [
-        data(MIXED, {"validation": {"a": TEXT | {"weight": 1}}})]),
-    (data(URL), 'add "stream": true and "manifest", or copy the files to a disk', [
-        data(URL, STREAM), data(URL, {"paths": ["a.jsonl"]})]),
-    (data(URL, without(STREAM, "manifest")), 'add "manifest": "FOLDER"', [data(URL, STREAM)]),
-    (data(TEXT, {"manifest": "m"}), 'remove it, or add "stream": true', [
-        data(TEXT), data(TEXT, STREAM, {"manifest": "m"})]),
-    (data(TEXT, {"count": "as-read"}), 'remove it, or add "stream": true and "manifest"', [
-        data(TEXT), data(TEXT, STREAM, {"count": "as-read"})]),
-    (data(IDS, STREAM, {"count": "as-read"}), "remove it", [data(IDS, STREAM)]),
-    (data(COLUMNS, {"label_field": "x"}), 'add "token_field": "input_ids"', [
-        data(COLUMNS, {"label_field": "x", "token_field": "input_ids"})]),
-    (data(COLUMNS, {"token_field": "t", "label_field": "x", "weight_field": "y"}), "of the two", [
-        data(COLUMNS, {"token_field": "t", "label_field": "x"}),
-        data(COLUMNS, {"token_field": "t", "weight_field": "x"})]),
-    (data(COLUMNS, STREAM, {"token_field": "t", "label_field": "x"}), "remove it, or remove stre", [
-        data(COLUMNS, STREAM, {"token_field": "t"}),
-        data(COLUMNS, {"token_field": "t", "label_field": "x"})]),
-    (data(TEXT, STREAM, {"validation": {"a": TEXT | without(STREAM, "tokenizer")}}), "remove it", [
-        data(TEXT, STREAM, {"validation": {"a": TEXT}})]),
-    (data(TEXT, STREAM, {"held_out_fraction": 0.1}), "remove it, and use data.validation", [
-        data(TEXT, STREAM, {"validation": {"a": TEXT}})]),
-    (data(TEXT, STREAM, {"packing": "best_fit"}), 'use "none", or remove stream', [
-        data(TEXT, STREAM, {"packing": "none"}),
-        data(TEXT, {"packing": "best_fit"})]),
-    (data(TEXT, STREAM, {"tokenizer": "train"}), "name a folder, or a tokenizer of the hub", [
-        data(TEXT, STREAM, {"tokenizer": "folder"})]),
-    (data(TEXT, STREAM, {"isolate_documents": True, "balance_microbatches": True}), "of the two", [
-        data(TEXT, STREAM, {"isolate_documents": True}),
-        data(TEXT, {"isolate_documents": True, "balance_microbatches": True})]),
-    (data(TEXT, NO_TOKENIZER, {"fim": {}}), "name another", [
-        data(TEXT, {"tokenizer": "gpt2", "fim": {}})]),
-    (data(TEXT, {"fim": {}, "sequence_length": 7}), "use 8 or more", [
-        data(TEXT, {"fim": {}, "sequence_length": 8})]),
-    (data(TEXT, STREAM, {"count": "as-read", "fim": {}}), 'use count "manifest"', [
-        data(TEXT, STREAM, {"count": "manifest", "fim": {}})]),
-    (data({"source": "chat", "paths": ["a"], "tokenizer": "own", "fim": {}}), "remove one", [
-        data({"source": "chat", "paths": ["a"], "tokenizer": "own"}),
-        data({"source": "jsonl", "paths": ["a"], "tokenizer": "own", "fim": {}})]),
+    *ROWS_OF_DATA,
     # Mesh, batch and length
-    ({FALLBACKS: ["1x1x2"], f"{P3D}.mesh.dp": "auto"}, "use a number, or remove fallbacks", [
-        {FALLBACKS: ["1x1x2"], f"{P3D}.mesh.dp": 2}, {f"{P3D}.mesh.dp": "auto"}]),
-    ({FALLBACKS: ["2x2"], f"{P3D}.mesh.dp": 2}, "write pp x dp x tp, as in 2x2x1", [
-        {FALLBACKS: ["2x2x1"], f"{P3D}.mesh.dp": 2}]),
+    (
+        {FALLBACKS: ["1x1x2"], f"{P3D}.mesh.dp": "auto"},
+        "use a number, or remove fallbacks",
+        [{FALLBACKS: ["1x1x2"], f"{P3D}.mesh.dp": 2}, {f"{P3D}.mesh.dp": "auto"}],
+    ),
+    (
+        {FALLBACKS: ["2x2"], f"{P3D}.mesh.dp": 2},
+        "write pp x dp x tp, as in 2x2x1",
+        [{FALLBACKS: ["2x2x1"], f"{P3D}.mesh.dp": 2}],
+    ),
     ({f"{P3D}.mesh": "plan"}, "add it: samples per step", [{f"{P3D}.mesh": "plan", BATCH: 8}]),
-    ({f"{P3D}.mesh": "plan", BATCH: 8, MICRO: REMOVED, f"{P3D}.plan": {"fix": ["micro_batch"]}},
-     "add it: samples per microbatch and rank", [
-        {f"{P3D}.mesh": "plan", BATCH: 8, MICRO: 2, f"{P3D}.plan": {"fix": ["micro_batch"]}}]),
-    ({f"{P3D}.plan": {"fix": ["offload"]}}, 'remove it, or write "mesh": "plan"', [
-        {}, {f"{P3D}.mesh": "plan", BATCH: 8, f"{P3D}.plan": {"fix": ["offload"]}}]),
-    ({MICRO: REMOVED}, "add it: samples per microbatch, on each data-parallel rank (or train_b", [
-        {MICRO: 2}, {MICRO: REMOVED, BATCH: 8}]),
-    ({f"{P3D}.train": {}}, "set exactly one of steps, max_tokens, epochs", [
-        {f"{P3D}.train": {"steps": 1}}, {f"{P3D}.train": {"max_tokens": 10**6}},
-        {f"{P3D}.train": {"epochs": 1}}]),
-    ({f"{P3D}.train": {"epochs": 1}} | data(TEXT, STREAM, {"count": "as-read"}),
-     "use steps or max_tokens", [
-        {f"{P3D}.train": {"steps": 1}} | data(TEXT, STREAM, {"count": "as-read"}),
-        {f"{P3D}.train": {"max_tokens": 10**6}} | data(TEXT, STREAM, {"count": "as-read"})]),
-    ({f"{P3D}.train.batch_lr": "sqrt"}, "remove it, or add batch_schedule", [
-        {}, {f"{P3D}.train.batch_lr": "sqrt", SCHEDULE: [[0, 8]], ACCUMULATION: REMOVED}]),
-    ({SCHEDULE: [[1, 8]], ACCUMULATION: REMOVED}, "write [[0, 64], [1000, 128]]", [
-        {SCHEDULE: [[0, 64], [1000, 128]], ACCUMULATION: REMOVED}]),
-    ({SCHEDULE: [[0, 8]], BATCH: 16, ACCUMULATION: REMOVED}, "use 8, or remove it", [
-        {SCHEDULE: [[0, 8]], BATCH: 8, ACCUMULATION: REMOVED},
-        {SCHEDULE: [[0, 8]], ACCUMULATION: REMOVED}]),
-    ({SCHEDULE: [[0, 8]], ACCUMULATION: REMOVED, "scheduler": {"type": "WarmupLR"}},
-     "use parallel3d.train.lr_schedule, which then counts samples", [
-        {SCHEDULE: [[0, 8]], ACCUMULATION: REMOVED, f"{P3D}.train.lr_schedule": {}}]),
-    ({SCHEDULE: [[0, 8], [64, 10]], ACCUMULATION: REMOVED, f"{P3D}.mesh.dp": 2},
-     "use multiples of 4, or a micro batch x dp that divides 8, 10: at most 2", [
-        {SCHEDULE: [[0, 8], [64, 12]], ACCUMULATION: REMOVED, f"{P3D}.mesh.dp": 2},
-        {SCHEDULE: [[0, 8], [64, 10]], ACCUMULATION: REMOVED, f"{P3D}.mesh.dp": 2, MICRO: 1}]),
-    ({"scheduler": {"type": "WarmupLR"}, f"{P3D}.train.lr_schedule": {"type": "cosine"}},
-     "remove one of them", [
-        {"scheduler": {"type": "WarmupLR"}}, {f"{P3D}.train.lr_schedule": {"type": "cosine"}}]),
-    ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10}}},
-     "use 1000 or more, or a shorter warm-up", [
-        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 1000}}},
-        {"scheduler": {"type": "WarmupDecayLR",
-                       "params": {"total_num_steps": 10, "warmup_num_steps": 5}}}]),
-    ({f"{P3D}.train.lr_schedule": {"type": "wsd", "warmup_steps": 20, "decay_steps": 12}},
-     "let the two add up to at most 10", [
-        {f"{P3D}.train.lr_schedule": {"type": "wsd", "warmup_steps": 4, "decay_steps": 6}}]),
-    ({f"{P3D}.train.profile": {"start": 8, "steps": 3}},
-     "use steps = 2 or less, or an earlier start", [
-        {f"{P3D}.train.profile": {"start": 8, "steps": 2}},
-        {f"{P3D}.train.profile": {"start": 7, "steps": 3}}]),
-    ({SCHEDULE: [[0, 8], [64, 16]], f"{P3D}.mesh.dp": 2}, 'use "auto"', [
-        {SCHEDULE: [[0, 8], [64, 16]], f"{P3D}.mesh.dp": 2, ACCUMULATION: "auto"}]),
+    (
+        {f"{P3D}.mesh": "plan", BATCH: 8, MICRO: REMOVED, f"{P3D}.plan": {"fix": ["micro_batch"]}},
+        "add it: samples per microbatch and rank",
+        [{f"{P3D}.mesh": "plan", BATCH: 8, MICRO: 2, f"{P3D}.plan": {"fix": ["micro_batch"]}}],
+    ),
+    (
+        {f"{P3D}.plan": {"fix": ["offload"]}},
+        'remove it, or write "mesh": "plan"',
+        [{}, {f"{P3D}.mesh": "plan", BATCH: 8, f"{P3D}.plan": {"fix": ["offload"]}}],
+    ),
+    (
+        {MICRO: REMOVED},
+        "add it: samples per microbatch, on each data-parallel rank (or train_b",
+        [{MICRO: 2}, {MICRO: REMOVED, BATCH: 8}],
+    ),
+    (
+        {f"{P3D}.train": {}},
+        "set exactly one of steps, max_tokens, epochs",
+        [
+            {f"{P3D}.train": {"steps": 1}},
+            {f"{P3D}.train": {"max_tokens": 10**6}},
+            {f"{P3D}.train": {"epochs": 1}},
+        ],
+    ),
+    (
+        {f"{P3D}.train": {"epochs": 1}} | data(TEXT, STREAM, {"count": "as-read"}),
+        "use steps or max_tokens",
+        [
+            {f"{P3D}.train": {"steps": 1}} | data(TEXT, STREAM, {"count": "as-read"}),
+            {f"{P3D}.train": {"max_tokens": 10**6}} | data(TEXT, STREAM, {"count": "as-read"}),
+        ],
+    ),
+    (
+        {f"{P3D}.train.batch_lr": "sqrt"},
+        "remove it, or add batch_schedule",
+        [{}, {f"{P3D}.train.batch_lr": "sqrt", SCHEDULE: [[0, 8]], ACCUMULATION: REMOVED}],
+    ),
+    (
+        {SCHEDULE: [[1, 8]], ACCUMULATION: REMOVED},
+        "write [[0, 64], [1000, 128]]",
+        [{SCHEDULE: [[0, 64], [1000, 128]], ACCUMULATION: REMOVED}],
+    ),
+    (
+        {SCHEDULE: [[0, 8]], BATCH: 16, ACCUMULATION: REMOVED},
+        "use 8, or remove it",
+        [
+            {SCHEDULE: [[0, 8]], BATCH: 8, ACCUMULATION: REMOVED},
+            {SCHEDULE: [[0, 8]], ACCUMULATION: REMOVED},
+        ],
+    ),
+    (
+        {SCHEDULE: [[0, 8]], ACCUMULATION: REMOVED, "scheduler": {"type": "WarmupLR"}},
+        "use parallel3d.train.lr_schedule, which then counts samples",
+        [{SCHEDULE: [[0, 8]], ACCUMULATION: REMOVED, f"{P3D}.train.lr_schedule": {}}],
+    ),
+    (
+        {SCHEDULE: [[0, 8], [64, 10]], ACCUMULATION: REMOVED, f"{P3D}.mesh.dp": 2},
+        "use multiples of 4, or a micro batch x dp that divides 8, 10: at most 2",
+        [
+            {SCHEDULE: [[0, 8], [64, 12]], ACCUMULATION: REMOVED, f"{P3D}.mesh.dp": 2},
+            {SCHEDULE: [[0, 8], [64, 10]], ACCUMULATION: REMOVED, f"{P3D}.mesh.dp": 2, MICRO: 1},
+        ],
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR"}, f"{P3D}.train.lr_schedule": {"type": "cosine"}},
+        "remove one of them",
+        [{"scheduler": {"type": "WarmupLR"}}, {f"{P3D}.train.lr_schedule": {"type": "cosine"}}],
+    ),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10}}},
+        "use 1000 or more, or a shorter warm-up",
+        [
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 1000}}},
+            {
+                "scheduler": {
+                    "type": "WarmupDecayLR",
+                    "params": {"total_num_steps": 10, "warmup_num_steps": 5},
+                }
+            },
+        ],
+    ),
+    (
+        {f"{P3D}.train.lr_schedule": {"type": "wsd", "warmup_steps": 20, "decay_steps": 12}},
+        "let the two add up to at most 10",
+        [{f"{P3D}.train.lr_schedule": {"type": "wsd", "warmup_steps": 4, "decay_steps": 6}}],
+    ),
+    (
+        {f"{P3D}.train.profile": {"start": 8, "steps": 3}},
+        "use steps = 2 or less, or an earlier start",
+        [
+            {f"{P3D}.train.profile": {"start": 8, "steps": 2}},
+            {f"{P3D}.train.profile": {"start": 7, "steps": 3}},
+        ],
+    ),
+    (
+        {SCHEDULE: [[0, 8], [64, 16]], f"{P3D}.mesh.dp": 2},
+        'use "auto"',
+        [{SCHEDULE: [[0, 8], [64, 16]], f"{P3D}.mesh.dp": 2, ACCUMULATION: "auto"}],
+    ),
     # Mesh and what it excludes
-    ({f"{P3D}.mesh": {"dp": 1, "ep": 2, "dp_shards": 3}} | model(),
-     "use a mesh.ep that divides mesh.dp, or null here", [
-        {f"{P3D}.mesh": {"dp": 1, "ep": 1, "dp_shards": None}} | model(),
-        {f"{P3D}.mesh": {"dp": 1, "ep": 1, "dp_shards": 1}} | model()]),
-    ({SHARDS: 2, "zero_optimization": {"stage": 2, "contiguous_gradients": False}},
-     "use true, or dp_shards = null", [
-        {SHARDS: 2, "zero_optimization": {"stage": 2, "contiguous_gradients": True}},
-        {SHARDS: None, "zero_optimization": {"stage": 2, "contiguous_gradients": False}}]),
-    ({SHARDS: "node", "zero_optimization": {"stage": 0}}, "use stage 1, 2 or 3, or null here", [
-        *({SHARDS: "node", "zero_optimization": {"stage": stage}} for stage in (1, 2, 3)),
-        {SHARDS: None, "zero_optimization": {"stage": 0}}]),
-    ({NOISE: 5, f"{P3D}.mesh": {"dp": 1}}, "use dp = 2 or more, or 0 here", [
-        {NOISE: 5, f"{P3D}.mesh": {"dp": 2}}, {NOISE: 0, f"{P3D}.mesh": {"dp": 1}}]),
-    ({NOISE: 5, "zero_optimization": {"stage": 2}, f"{P3D}.mesh": {"dp": 2}},
-     'set parallel3d.pipeline.gradient_reduction = "per_step", or 0 here', [
-        {NOISE: 5, "zero_optimization": {"stage": 2}, f"{P3D}.mesh": {"dp": 2},
-         f"{P3D}.pipeline": {"gradient_reduction": "per_step"}},
-        {NOISE: 0, "zero_optimization": {"stage": 2}, f"{P3D}.mesh": {"dp": 2}}]),
-    ({f"{P3D}.pipeline": {"schedule": "zero_bubble"}, "zero_optimization": {"stage": 2}},
-     'use "per_step"', [
-        {f"{P3D}.pipeline": {"schedule": "zero_bubble", "gradient_reduction": "per_step"},
-         "zero_optimization": {"stage": 2}}]),
-    ({RECOMPUTE: 9, f"{P3D}.train.compile": "block"}, 'use 0, or train.compile = "pointwise"', [
-        {RECOMPUTE: 0, f"{P3D}.train.compile": "block"},
-        {RECOMPUTE: 9, f"{P3D}.train.compile": "pointwise"}]),
-    ({RECOMPUTE: 9, f"{P3D}.mesh": {"cp": 2}}, "use 0, or mesh.cp = 1", [
-        {RECOMPUTE: 0, f"{P3D}.mesh": {"cp": 2}}, {RECOMPUTE: 9, f"{P3D}.mesh": {"cp": 1}}]),
-    ({f"{P3D}.pipeline.offload_activations": "cpu"} | model(), 'use "none", or recomputation', [
-        {f"{P3D}.pipeline.offload_activations": "none"} | model(),
-        {f"{P3D}.pipeline.activation_checkpointing": "full"} | model()]),
-    ({f"{P3D}.mesh": {"cp": 16, "tp": 4, "sequence_parallel": True}} | data(
-        TEXT, {"sequence_length": 32}), "use sequence_parallel = false", [
-        {f"{P3D}.mesh": {"cp": 16, "tp": 4, "sequence_parallel": False}} | data(
-            TEXT, {"sequence_length": 32})]),
+    (
+        {f"{P3D}.mesh": {"dp": 1, "ep": 2, "dp_shards": 3}} | model(),
+        "use a mesh.ep that divides mesh.dp, or null here",
+        [
+            {f"{P3D}.mesh": {"dp": 1, "ep": 1, "dp_shards": None}} | model(),
+            {f"{P3D}.mesh": {"dp": 1, "ep": 1, "dp_shards": 1}} | model(),
+        ],
+    ),
+    (
+        {SHARDS: 2, "zero_optimization": {"stage": 2, "contiguous_gradients": False}},
+        "use true, or dp_shards = null",
+        [
+            {SHARDS: 2, "zero_optimization": {"stage": 2, "contiguous_gradients": True}},
+            {SHARDS: None, "zero_optimization": {"stage": 2, "contiguous_gradients": False}},
+        ],
+    ),
+    (
+        {SHARDS: "node", "zero_optimization": {"stage": 0}},
+        "use stage 1, 2 or 3, or null here",
+        [
+            *({SHARDS: "node", "zero_optimization": {"stage": stage}} for stage in (1, 2, 3)),
+            {SHARDS: None, "zero_optimization": {"stage": 0}},
+        ],
+    ),
+    (
+        {NOISE: 5, f"{P3D}.mesh": {"dp": 1}},
+        "use dp = 2 or more, or 0 here",
+        [{NOISE: 5, f"{P3D}.mesh": {"dp": 2}}, {NOISE: 0, f"{P3D}.mesh": {"dp": 1}}],
+    ),
+    (
+        {NOISE: 5, "zero_optimization": {"stage": 2}, f"{P3D}.mesh": {"dp": 2}},
+        'set parallel3d.pipeline.gradient_reduction = "per_step", or 0 here',
+        [
+            {
+                NOISE: 5,
+                "zero_optimization": {"stage": 2},
+                f"{P3D}.mesh": {"dp": 2},
+                f"{P3D}.pipeline": {"gradient_reduction": "per_step"},
+            },
+            {NOISE: 0, "zero_optimization": {"stage": 2}, f"{P3D}.mesh": {"dp": 2}},
+        ],
+    ),
+    (
+        {f"{P3D}.pipeline": {"schedule": "zero_bubble"}, "zero_optimization": {"stage": 2}},
+        'use "per_step"',
+        [
+            {
+                f"{P3D}.pipeline": {"schedule": "zero_bubble", "gradient_reduction": "per_step"},
+                "zero_optimization": {"stage": 2},
+            }
+        ],
+    ),
+    (
+        {RECOMPUTE: 9, f"{P3D}.train.compile": "block"},
+        'use 0, or train.compile = "pointwise"',
+        [
+            {RECOMPUTE: 0, f"{P3D}.train.compile": "block"},
+            {RECOMPUTE: 9, f"{P3D}.train.compile": "pointwise"},
+        ],
+    ),
+    (
+        {RECOMPUTE: 9, f"{P3D}.mesh": {"cp": 2}},
+        "use 0, or mesh.cp = 1",
+        [{RECOMPUTE: 0, f"{P3D}.mesh": {"cp": 2}}, {RECOMPUTE: 9, f"{P3D}.mesh": {"cp": 1}}],
+    ),
+    (
+        {f"{P3D}.pipeline.offload_activations": "cpu"} | model(),
+        'use "none", or recomputation',
+        [
+            {f"{P3D}.pipeline.offload_activations": "none"} | model(),
+            {f"{P3D}.pipeline.activation_checkpointing": "full"} | model(),
+        ],
+    ),
+    (
+        {f"{P3D}.mesh": {"cp": 16, "tp": 4, "sequence_parallel": True}}
+        | data(TEXT, {"sequence_length": 32}),
+        "use sequence_parallel = false",
+        [
+            {f"{P3D}.mesh": {"cp": 16, "tp": 4, "sequence_parallel": False}}
+            | data(TEXT, {"sequence_length": 32})
+        ],
+    ),
     # The model
-    (model(num_experts=8, n_group=4, topk_group=1, num_experts_per_tok=3),
-     "use 2 or less, or a larger topk_group", [
-        model(num_experts=8, n_group=4, topk_group=1, num_experts_per_tok=2),
-        model(num_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3)]),
-    (model(num_experts=8, n_group=4, topk_group=5), "use 4 or less", [
-        model(num_experts=8, n_group=4, topk_group=4)]),
+    (
+        model(num_experts=8, n_group=4, topk_group=1, num_experts_per_tok=3),
+        "use 2 or less, or a larger topk_group",
+        [
+            model(num_experts=8, n_group=4, topk_group=1, num_experts_per_tok=2),
+            model(num_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3),
+        ],
+    ),
+    (
+        model(num_experts=8, n_group=4, topk_group=5),
+        "use 4 or less",
+        [model(num_experts=8, n_group=4, topk_group=4)],
+    ),
     (model(num_experts=8, n_group=8), "use 4 or less", [model(num_experts=8, n_group=4)]),
-    (model(num_experts=2, num_experts_per_tok=3), "use 2 or less", [
-        model(num_experts=2, num_experts_per_tok=2)]),
-    (model(decoder_sparse_step=5), 'use 4 or less, or family = "llama"', [
-        model(decoder_sparse_step=4), llama()]),
-    (model(first_k_dense_replace=4), 'lower it, or use family = "llama"', [
-        model(first_k_dense_replace=3), llama()]),
-    (model(num_experts=8, num_experts_per_tok=2, capacity_factor=5.0),
-     "use at most 4, or null for no limit", [
-        model(num_experts=8, num_experts_per_tok=2, capacity_factor=4.0),
-        model(num_experts=8, num_experts_per_tok=2, capacity_factor=None)]),
+    (
+        model(num_experts=2, num_experts_per_tok=3),
+        "use 2 or less",
+        [model(num_experts=2, num_experts_per_tok=2)],
+    ),
+    (
+        model(decoder_sparse_step=5),
+        'use 4 or less, or family = "llama"',
+        [model(decoder_sparse_step=4), llama()],
+    ),
+    (
+        model(first_k_dense_replace=4),
+        'lower it, or use family = "llama"',
+        [model(first_k_dense_replace=3), llama()],
+    ),
+    (
+        model(num_experts=8, num_experts_per_tok=2, capacity_factor=5.0),
+        "use at most 4, or null for no limit",
+        [
+            model(num_experts=8, num_experts_per_tok=2, capacity_factor=4.0),
+            model(num_experts=8, num_experts_per_tok=2, capacity_factor=None),
+        ],
+    ),
     (model(partial_rotary_factor=0.2), "use 0.125", [model(partial_rotary_factor=0.125)]),
-    (llama(num_attention_heads=5), "use 4 heads, or set head_dim", [
-        llama(num_attention_heads=4, num_key_value_heads=2),
-        llama(num_attention_heads=5, num_key_value_heads=1, head_dim=16) | {f"{P3D}.mesh.tp": 1}]),
+    (
+        llama(num_attention_heads=5),
+        "use 4 heads, or set head_dim",
+        [
+            llama(num_attention_heads=4, num_key_value_heads=2),
+            llama(num_attention_heads=5, num_key_value_heads=1, head_dim=16)
+            | {f"{P3D}.mesh.tp": 1},
+        ],
+    ),
     (llama(head_dim=7), "use an even number, such as 8", [llama(head_dim=8)]),
-    (llama(layer_types=["sliding_attention"] * 4), "set it, in tokens", [
-        llama(layer_types=["sliding_attention"] * 4, sliding_window=64)]),
-    (llama(layer_types=["full_attention"] * 3), "list 4", [
-        llama(layer_types=["full_attention"] * 4)]),
-    (llama(rope_scaling={"factor": 8.0, "low_freq_factor": 4.0}), "use more than 4.0", [
-        llama(rope_scaling={"factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.5})]),
-    (llama(rope_scaling={"rope_type": "yarn", "factor": 8.0, "beta_fast": 0.5}), "use 1.0 or more",
-     [llama(rope_scaling={"rope_type": "yarn", "factor": 8.0, "beta_fast": 1.0})]),
-    ({KIND: {"type": "mup"}}, "set it to the hidden_size at which they were tuned", [
-        {KIND: {"type": "mup", "base_width": 32}}]),
-    ({KIND: {"base_width": 32}}, 'use "mup", or remove it', [
-        {KIND: {"type": "mup", "base_width": 32}}, {KIND: {}}]),
-    ({f"{P3D}.pipeline.activation_checkpointing": "some"}, "use none, selective, mlp, full, {", [
-        *({f"{P3D}.pipeline.activation_checkpointing": value}
-          for value in ("none", "selective", "mlp", "full", {"full": 2}, "full:2", ["mlp_act"]))]),
-    ({f"{P3D}.run.name": "a/b"}, "use letters and digits, as in run-1", [
-        {f"{P3D}.run.name": "run-1"}]),
-    ({f"{P3D}.run.directory": "s3://bucket/runs"}, "name a folder of one", [
-        {f"{P3D}.run.directory": "/tmp/bucket/runs"}]),
-    ({f"{P3D}.run.directory": "x" * 300}, "write a shorter path", [
-        {f"{P3D}.run.directory": "x" * 200}]),
-    ({f"{P3D}.run.directory": "a\tb"}, "contains the control character U+0009; remove it", [
-        {f"{P3D}.run.directory": "ab"}]),
+    (
+        llama(layer_types=["sliding_attention"] * 4),
+        "set it, in tokens",
+        [llama(layer_types=["sliding_attention"] * 4, sliding_window=64)],
+    ),
+    (
+        llama(layer_types=["full_attention"] * 3),
+        "list 4",
+        [llama(layer_types=["full_attention"] * 4)],
+    ),
+    (
+        llama(rope_scaling={"factor": 8.0, "low_freq_factor": 4.0}),
+        "use more than 4.0",
+        [llama(rope_scaling={"factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.5})],
+    ),
+    (
+        llama(rope_scaling={"rope_type": "yarn", "factor": 8.0, "beta_fast": 0.5}),
+        "use 1.0 or more",
+        [llama(rope_scaling={"rope_type": "yarn", "factor": 8.0, "beta_fast": 1.0})],
+    ),
+    (
+        {KIND: {"type": "mup"}},
+        "set it to the hidden_size at which they were tuned",
+        [{KIND: {"type": "mup", "base_width": 32}}],
+    ),
+    (
+        {KIND: {"base_width": 32}},
+        'use "mup", or remove it',
+        [{KIND: {"type": "mup", "base_width": 32}}, {KIND: {}}],
+    ),
+    (
+        {f"{P3D}.pipeline.activation_checkpointing": "some"},
+        "use none, selective, mlp, full, {",
+        [
+            *(
+                {f"{P3D}.pipeline.activation_checkpointing": value}
+                for value in (
+                    "none",
+                    "selective",
+                    "mlp",
+                    "full",
+                    {"full": 2},
+                    "full:2",
+                    ["mlp_act"],
+                )
+            )
+        ],
+    ),
+    (
+        {f"{P3D}.run.name": "a/b"},
+        "use letters and digits, as in run-1",
+        [{f"{P3D}.run.name": "run-1"}],
+    ),
+    (
+        {f"{P3D}.run.directory": "s3://bucket/runs"},
+        "name a folder of one",
+        [{f"{P3D}.run.directory": "/tmp/bucket/runs"}],
+    ),
+    (
+        {f"{P3D}.run.directory": "x" * 300},
+        "write a shorter path",
+        [{f"{P3D}.run.directory": "x" * 200}],
+    ),
+    (
+        {f"{P3D}.run.directory": "a\tb"},
+        "contains the control character U+0009; remove it",
+        [{f"{P3D}.run.directory": "ab"}],
+    ),
     # Optimizers
-    ({"optimizer.type": "Muon", KIND: {"type": "mup", "base_width": 32}},
-     'use "spectral" or "match_rms_adamw"', [
-        {"optimizer.type": "Muon", KIND: {"type": "mup", "base_width": 32},
-         "optimizer.params.scale": scale}
-        for scale in ("spectral", "match_rms_adamw")]),
-    ({"optimizer.type": "Muon", "optimizer.params.coefficients": []},
-     "use [3.4445, -4.775, 2.0315]", [
-        {"optimizer.type": "Muon", "optimizer.params.coefficients": [3.4445, -4.775, 2.0315]}]),
-    ({"optimizer.type": "Muon", "optimizer.params.coefficients": [9, -4, 2]},
-     'use "jordan", or coefficients', [
-        {"optimizer.type": "Muon", "optimizer.params.coefficients": "jordan"},
-        {"optimizer.type": "Muon", "optimizer.params.coefficients": [1.5, -0.5, 0.0]}]),
+    (
+        {"optimizer.type": "Muon", KIND: {"type": "mup", "base_width": 32}},
+        'use "spectral" or "match_rms_adamw"',
+        [
+            {
+                "optimizer.type": "Muon",
+                KIND: {"type": "mup", "base_width": 32},
+                "optimizer.params.scale": scale,
+            }
+            for scale in ("spectral", "match_rms_adamw")
+        ],
+    ),
+    (
+        {"optimizer.type": "Muon", "optimizer.params.coefficients": []},
+        "use [3.4445, -4.775, 2.0315]",
+        [{"optimizer.type": "Muon", "optimizer.params.coefficients": [3.4445, -4.775, 2.0315]}],
+    ),
+    (
+        {"optimizer.type": "Muon", "optimizer.params.coefficients": [9, -4, 2]},
+        'use "jordan", or coefficients',
+        [
+            {"optimizer.type": "Muon", "optimizer.params.coefficients": "jordan"},
+            {"optimizer.type": "Muon", "optimizer.params.coefficients": [1.5, -0.5, 0.0]},
+        ],
+    ),
     # Blocks that must be off
-    ({"compile": {"disable": False}}, "write false, or remove compile, or set", [
-        {"compile": {"deepcompile": False}}, {}, {f"{P3D}.train.compile": "pointwise"}]),
-    ({"data_efficiency": {"seed": 1}}, "write false, or remove data_efficiency", [
-        {"data_efficiency": {"seed": 1, "enabled": False}}, {}]),
-    ({"amp": {"opt_level": "O1"}}, "write false, or use bf16", [
-        {"amp": {"opt_level": "O1", "enabled": False}}, {"bf16": {"enabled": True}}]),
-    ({"hybrid_engine": {"enabled": False, "rows": 1}}, "remove it", [
-        {"hybrid_engine": {"enabled": False}}]),
+    (
+        {"compile": {"disable": False}},
+        "write false, or remove compile, or set",
+        [{"compile": {"deepcompile": False}}, {}, {f"{P3D}.train.compile": "pointwise"}],
+    ),
+    (
+        {"data_efficiency": {"seed": 1}},
+        "write false, or remove data_efficiency",
+        [{"data_efficiency": {"seed": 1, "enabled": False}}, {}],
+    ),
+    (
+        {"amp": {"opt_level": "O1"}},
+        "write false, or use bf16",
+        [{"amp": {"opt_level": "O1", "enabled": False}}, {"bf16": {"enabled": True}}],
+    ),
+    (
+        {"hybrid_engine": {"enabled": False, "rows": 1}},
+        "remove it",
+        [{"hybrid_engine": {"enabled": False}}],
+    ),
     ({"wandb": {"Enabled": True}}, 'the nearest one is "enabled"', [{"wandb": {"enabled": True}}]),
-]  # fmt: skip
+]
 
 
 def problems_of(changes: dict[str, object]) -> tuple[Problem, ...]:

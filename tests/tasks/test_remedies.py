@@ -1,7 +1,6 @@
 """Each remedy about a task is applied as it is written, and the task is loaded."""
 
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,10 +70,12 @@ def test_samples_are_as_long_as_a_continuation_or_it_is_shorter():
     def scored(longest, continuation):
         scorer = SimpleNamespace(longest=longest, lead=list)
         model = SimpleNamespace(_scorer=scorer)
-        with suppress(AttributeError):  # a request has no score yet
-            MeshLM._loglikelihood_tokens(model, [("", [1], continuation)])
+        MeshLM._loglikelihood_tokens(model, [("", [1], continuation)])
 
     with refused("raise it, up to the model's max_position_embeddings, or use a task with shorter"):
         scored(4, [1] * 5)
-    scored(5, [1] * 5)
-    scored(4, [1] * 4)
+    for longest, continuation in (5, [1] * 5), (4, [1] * 4):
+        with pytest.raises(
+            AttributeError, match="log_likelihood"
+        ):  # it is accepted, and then scored
+            scored(longest, continuation)

@@ -86,24 +86,27 @@ def test_evaluated_text_has_the_tokenizer_and_the_split_of_the_run(tmp_path):
     state = {"tokenizer": tokenizer_digest(tmp_path / "own"), "corpus": "key"}
     source = SimpleNamespace(folder=tmp_path / "step-1", state=state | {"split": SPLIT_FORMAT})
 
-    def read(tokenizer: str, held_out: str = "x") -> None:
+    def read(tokenizer: str, held_out: str = "x") -> str:
+        """Return what is said of a text that is not refused."""
+        notes: list[str] = []
         corpus = SimpleNamespace(
             tokenizer_directory=tmp_path / tokenizer, key="key", held_out=held_out
         )
-        refuse_other_text(source, corpus, print)
+        refuse_other_text(source, corpus, notes.append)
+        return " ".join(notes)
 
     with refused("use its data.tokenizer"):
         read("other")
-    read("own")
+    assert not read("own")
     shutil.copytree(tmp_path / "own", tmp_path / "step-1/tokenizer")
     with refused(f"add --data.tokenizer {tmp_path}/step-1/tokenizer"):
         read("other")
-    read("step-1/tokenizer")
+    assert not read("step-1/tokenizer")
     # The first versions did not say how they split.
     source.state = state
     with refused("add --data.held_out_fraction 0, and evaluate validation sets"):
         read("own")
-    read("own", held_out="")
+    assert not read("own", held_out="")
 
 
 @pytest.fixture(scope="module")
