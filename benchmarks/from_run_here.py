@@ -4,7 +4,8 @@
 
 Three models train on four meshes each, of one, two and four ranks, whose steps are recorded as by
 `wall_clock_breakdown`. Each run of a model is given in turn, as with `plan --from-run`, and the
-others are predicted. Measured is the shortest mean of WINDOW steps, for a machine that others use.
+others are predicted. Measured is the shortest mean of WINDOW steps in --rounds of all runs: others
+use the machine too, and its speed changes within minutes.
 Without --hardware the machine is calibrated first, which takes a minute.
 """
 
@@ -111,28 +112,38 @@ def predicted(given: SmallRun, ranks: Ranks, other: SmallRun, machine: Hardware)
     return plan_of(other, corrected).time.seconds
 
 
+def measured_round(models: list[str], steps: int) -> dict[str, Ranks]:
+    """The parts of each run's shortest window of steps, by the run."""
+    measured = {}
+    for name in models:
+        for run in MODELS[name]:
+            raw = config_of(run, steps).to_dict()
+            measured[str(run)] = run_locally(measured_steps, run.mesh.ranks, raw, steps)[0]
+    return measured
+
+
 def main() -> None:
     """Print each run, what each other run predicts for it, and the mean errors."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=5 * WINDOW)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hardware", help="a description of this machine; else it is calibrated")
     parser.add_argument("--runs", type=Path, help="where the measured parts are kept")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     args = parser.parse_args()
     machine = described(args.hardware)
-    measured: dict[str, Ranks] = {}
+    rounds: list[dict[str, Ranks]] = []
     if args.runs and args.runs.exists():
-        measured = json.loads(args.runs.read_text())
+        rounds = json.loads(args.runs.read_text())
+    while len(rounds) < args.rounds:
+        rounds.append(measured_round(args.models, args.steps))
+        if args.runs:
+            args.runs.write_text(json.dumps(rounds))
+    measured = {run: min((each[run] for each in rounds), key=step_of) for run in rounds[0]}
     errors = []
     plain = []
     for name in args.models:
         runs = MODELS[name]
-        for run in runs:
-            if str(run) not in measured:
-                raw = config_of(run, args.steps).to_dict()
-                measured[str(run)] = run_locally(measured_steps, run.mesh.ranks, raw, args.steps)[0]
-            if args.runs:
-                args.runs.write_text(json.dumps(measured))
         for other in runs:
             seconds = step_of(measured[str(other)])
             own = plan_of(other, machine).time.seconds
