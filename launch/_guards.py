@@ -14,7 +14,9 @@ if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the fol
     from parallel3d.mesh.mesh import Mesh
     from parallel3d.mesh.nodes import Nodes
     from parallel3d.train.assembly import Assembly
+    from parallel3d.train.ending import StopRequest
     from parallel3d.train.observer import Observer
+    from parallel3d.train.progress import Progress
     from parallel3d.train.start import Start
 
 
@@ -40,14 +42,26 @@ def leave_memory(start: "Start", mesh: "Mesh") -> None:
             (start.folder / "memory.json").unlink(missing_ok=True)
 
 
-def observers_of(start: "Start", mesh: "Mesh", parts: "Assembly") -> "list[Observer]":
-    """Return the observers that guard the run against faulty hardware. Collective."""
-    config = start.config
-    if not config.train.check_bits.recompute_every:
-        return []
-    from parallel3d.extras.guard.recomputation_check import RecomputationCheck
+def observers_of(
+    start: "Start",
+    mesh: "Mesh",
+    parts: "Assembly",
+    tasks: "Tasks | None",
+    stop: "StopRequest",
+    progress: "Progress | None",
+) -> "list[Observer]":
+    """Return the observers that the config asks the extras for. Collective.
 
-    return [RecomputationCheck(config, mesh, parts, start.position)]
+    They guard the run against faulty hardware, and score it on `tasks`, which `progress` shows.
+    """
+    observers: list[Observer] = []
+    if start.config.train.check_bits.recompute_every:
+        from parallel3d.extras.guard.recomputation_check import RecomputationCheck
+
+        observers.append(RecomputationCheck(start.config, mesh, parts, start.position))
+    if tasks:
+        observers.append(tasks.observer(start, parts, stop=stop, progress=progress))
+    return observers
 
 
 def warn_of_slow_links(config: "RunConfig", mesh: "Mesh", say: Say) -> None:

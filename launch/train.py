@@ -1,21 +1,17 @@
 """Train a model: `deepspeed launch/train.py --config ds.json` (or torchrun, srun, plain python)."""
 
-import argparse
 import sys
+from argparse import Namespace
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from rich.console import Console
-
-from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
 from parallel3d.config import ResolvedConfig, RunConfig, help_text
 from parallel3d.launch import _guards as guards
 from parallel3d.launch import quick
-from parallel3d.train import ending
-from parallel3d.train.claim import Claim, check_restarts, claim, resolve_config
-from parallel3d.train.ending import StopRequest, command_to_go_on, end_with, join, meet_at_the_end
+from parallel3d.train.claim import Claim, check_restarts, claim_on_first, resolve_config
+from parallel3d.train.ending import Ending, StopRequest, end_with, join, meet_at_the_end
 
 if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the folder are checked
     from parallel3d.mesh.mesh import Mesh
@@ -36,13 +32,11 @@ def train(
     from parallel3d.train.assembly import assemble
     from parallel3d.train.flight import record_collectives
     from parallel3d.train.observers import observed_trainer
-    from parallel3d.train.output import Output, print_placement, print_summary, summarise
+    from parallel3d.train.output import Output, console_of, print_placement
     from parallel3d.train.saving import saver_of
     from parallel3d.train.start import find_start, restore
 
-    console = Console(
-        stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
-    )
+    console = console_of(mesh)
     tasks = guards.load_tasks(config, mesh)
     start = find_start(requested, config, mesh, claimed, console, guards.open_places)
     settings = EngineSettings.from_config(start.config)
@@ -56,25 +50,18 @@ def train(
         saver = saver_of(start, mesh, parts, console.print)
         keep_records = partial(record_collectives, start.folder / "flight", mesh.rank)
         stop.hold(start.folder if mesh.rank == 0 else None, output.close, keep_records)
-        watching = guards.observers_of(start, mesh, parts)
-        if tasks:
-            watching.append(tasks.observer(start, parts, stop=stop, progress=output.progress))
+        watching = guards.observers_of(start, mesh, parts, tasks, stop, output.progress)
         trainer = observed_trainer(
             start, mesh, parts, output=output, saver=saver, stop=stop, guards=watching
         )
         result = trainer.run()
         output.finish(result, parts.engine)
     parts.engine.close()
-    summary = summarise(start, result, output.peak_name, is_said=mesh.rank == 0)
-    print_summary(summary, console, command_to_go_on(start.config, start.folder))
-    if as_json and mesh.rank == 0:
-        terminal.print_json(summary.to_json())
+    output.print_summary(result, as_json)
     return STOPPED if result.stopped else DONE
 
 
-def run(
-    args: argparse.Namespace, overrides: list[str], end: ending.Ending, stop: StopRequest
-) -> int:
+def run(args: Namespace, overrides: list[str], end: Ending, stop: StopRequest) -> int:
     """Read the config, then train or do the dry run; return the exit code."""
     launch = end.launch
     requested = RunConfig.from_json(args.config, overrides)
@@ -84,10 +71,7 @@ def run(
         return dry_run(requested, launch, devices=args.dry_run, as_json=args.json)
     check_restarts(requested, launch)
     config = resolve_config(requested, launch)
-    claimed = None
-    if launch.rank == 0:
-        claimed = claim(requested, config, launch, ending.say)
-        end.at_end.append(claimed.release)
+    claimed = claim_on_first(requested, config, launch, end)
     mesh = join(config, launch)
     code = train(requested, config, mesh, claimed, stop, args.json)
     meet_at_the_end(mesh)
@@ -102,7 +86,7 @@ def main() -> NoReturn:
     end_with(partial(run, args, overrides))
 
 
-def parse_args() -> tuple[argparse.Namespace, list[str]]:
+def parse_args() -> tuple[Namespace, list[str]]:
     """Return the options of `train`, and the rest of the command line: settings by their path."""
     parser = Parser(__doc__, help_text)
     parser.add_config(required=False)

@@ -7,7 +7,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from parallel3d.base.robust import robust_score
-from parallel3d.config.deepspeed import Fp16Config
 from parallel3d.config.parallel3d_block import TrainConfig
 
 MOST_OVERFLOWS = 10  # steps beyond the hysteresis
@@ -37,8 +36,10 @@ class Overflows:
     skipped steps, which ends as if it had trained.
     """
 
-    def __init__(self, fp16: Fp16Config) -> None:
-        self._fp16 = fp16
+    def __init__(self, hysteresis: int, is_fixed: bool) -> None:
+        """Create the counter; `is_fixed` if the config sets the scale."""
+        self._most = hysteresis + MOST_OVERFLOWS
+        self._is_fixed = is_fixed
         self._scale = 0.0
         self._count = 0
 
@@ -46,11 +47,11 @@ class Overflows:
         """Return what to do after a step that overflowed at a scale; None if it did not."""
         self._count = self._count + 1 if scale == self._scale else 1
         self._scale = scale or 0.0
-        if scale is None or self._count < self._fp16.hysteresis + MOST_OVERFLOWS:
+        if scale is None or self._count < self._most:
             return Verdict("train")
         place = "fp16.min_loss_scale"
         remedy = f"Lower {place}, or use bf16"
-        if self._fp16.loss_scale:
+        if self._is_fixed:
             place = "fp16.loss_scale"
             remedy = f"Lower {place}, or set it to 0, with which the scale is found"
         reason = (

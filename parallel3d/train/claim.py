@@ -25,6 +25,7 @@ from parallel3d.config import ResolvedConfig, RunConfig, hardware
 from parallel3d.config.digest import digest_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
+from parallel3d.train.ending import Ending, say
 
 _WRITABLE = "use a writable folder"
 SUFFIX = ".lock"
@@ -122,6 +123,17 @@ def claim(requested: RunConfig, config: RunConfig, launch: Launch, say: Say) -> 
     except ConfigError:
         claimed.release()
         raise
+    return claimed
+
+
+def claim_on_first(
+    requested: RunConfig, config: RunConfig, launch: Launch, end: Ending
+) -> Claim | None:
+    """Claim the run's folder on rank 0, until the process ends; None on other ranks."""
+    if launch.rank != 0:
+        return None
+    claimed = claim(requested, config, launch, say)
+    end.at_end.append(claimed.release)
     return claimed
 
 

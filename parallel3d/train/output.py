@@ -12,6 +12,7 @@ import psutil
 import torch
 from rich.console import Console
 
+from parallel3d.base import terminal
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import DataError
 from parallel3d.base.journal import not_ended, record
@@ -34,6 +35,7 @@ from parallel3d.train import known_hardware
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.claim import Attempts, written_to
 from parallel3d.train.digests import DIGESTS
+from parallel3d.train.ending import command_to_go_on
 from parallel3d.train.evaluation import HELD_OUT
 from parallel3d.train.metrics import MetricsWriter, Result, forget_after, step_reached
 from parallel3d.train.progress import Progress, in_words, percent
@@ -108,6 +110,11 @@ class Summary:
             "unigram_loss": self.unigram_loss,
             "files": {name: str(path) for name, path in self.files.items()},
         }
+
+
+def console_of(mesh: Mesh) -> Console:
+    """Return a console on standard error, which is quiet on all ranks but rank 0."""
+    return Console(stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_placement(console: Console, config: CompleteConfig, parts: Assembly) -> None:
@@ -324,3 +331,12 @@ class Output:
         for part in (self.writer, self.progress):
             if part:
                 part.close()
+
+    def print_summary(self, result: Result, as_json: bool) -> None:
+        """Print the closing summary on rank 0, also as JSON to standard output if asked to."""
+        is_said = self._mesh.rank == 0
+        config = self._start.config
+        summary = summarise(self._start, result, self.peak_name, is_said)
+        print_summary(summary, self._console, command_to_go_on(config, self.directory))
+        if as_json and is_said:
+            terminal.print_json(summary.to_json())

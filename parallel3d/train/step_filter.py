@@ -13,6 +13,7 @@ from parallel3d.config import CompleteConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.bad_steps import BadSteps, Overflows, Verdict
 from parallel3d.train.layer_history import LayerHistory
+from parallel3d.train.metrics import Result
 from parallel3d.train.observer import Observer, Rewind, Step
 from parallel3d.train.rank_step import mean_of_ranks
 from parallel3d.train.rewinding import Rewinder
@@ -50,7 +51,8 @@ class StepFilter(Observer):
         self._history = history
         self._verdict: Verdict | None = None
         self._rewinding: tuple[Step, Verdict] | None = None
-        self._overflows = Overflows(config.fp16)
+        self._overflows = Overflows(config.fp16.hysteresis, bool(config.fp16.loss_scale))
+        self._num_overflows = 0
         self.may_skip = bad.may_skip
 
     def may_update(self, step: Step, norm: Tensor) -> bool:
@@ -68,6 +70,7 @@ class StepFilter(Observer):
         if verdict is None:
             rows = [(row.loss, *row.side_losses) for row in step.rows]
             verdict = self._judge(step, rows, norm)
+        self._num_overflows += step.done.overflow
         overflow = self._overflows.add(step.done.loss_scale if step.done.overflow else None)
         if verdict.action == "train" and overflow.action == "stop":
             verdict = overflow
@@ -99,6 +102,15 @@ class StepFilter(Observer):
             step, verdict = self._rewinding
             self._leave_out(step, verdict, there.next_sample, to=there.step)
             self._rewinding = None
+
+    def at_end(self, result: Result) -> None:
+        """Say so if all steps overflowed: a short run ends before `Overflows` stops it."""
+        if self._num_overflows == result.trained > 0:
+            self._say(
+                f"NOT TRAINED: the gradients of all {result.trained} steps overflowed in fp16, so "
+                "no weight has changed; train for more steps, lower fp16.initial_scale_power, "
+                "or use bf16"
+            )
 
     def _judge(self, step: Step, rows: Sequence[Sequence[float]], norm: float | None) -> Verdict:
         """Return what to do with a step; a row is a rank's loss and side losses."""

@@ -16,7 +16,7 @@ from parallel3d.engine import selftest
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.train import known_hardware
+from parallel3d.train import known_hardware, output
 from parallel3d.train.claim import claim
 from parallel3d.train.ending import StopRequest
 from parallel3d.train.feed import Feed
@@ -73,7 +73,7 @@ def train_on_rank(rank, raw, disturb=None, *details):
     if disturb:
         disturb(rank, *details)
     with (
-        patch.object(launch.train, "Console", Heard),
+        patch.object(output, "Console", Heard),
         patch.object(Batches, "microbatch", noted),
         patch.object(Feed, "training", taken),
         # What costs time and is tested elsewhere.

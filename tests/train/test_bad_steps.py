@@ -274,7 +274,7 @@ def test_score_is_robust_score_of_scipy():
 def test_scale_that_overflows_for_ever_stops_the_run(fp16, place):
     """Such a run ended with exit code 0, without one update."""
     config = Fp16Config(enabled=True, **fp16)
-    overflows = Overflows(config)
+    overflows = Overflows(config.hysteresis, bool(config.loss_scale))
     most = config.hysteresis + MOST_OVERFLOWS
     for scale in (8.0, 8.0, None, *(most - 1) * [4.0], None, 2.0, *(most - 1) * [1.0]):
         assert overflows.add(scale).action == "train"
@@ -295,6 +295,13 @@ def test_run_in_fp16_that_cannot_update_fails_by_name(tmp_path, fp16):
     (ended,) = start(changed(prepared_config(tmp_path), changes), (1, 1, 1))
     assert "steps overflowed in fp16" in ended.error
     assert f"does not fall (fp16.{list(fp16)[-1]})" in ended.error
+
+
+def test_short_run_in_fp16_without_an_update_is_reported(tmp_path):
+    fp16 = {"enabled": True, "loss_scale": 2.0**32}
+    changes = {"fp16": fp16, "parallel3d.train.steps": 2}
+    (ended,) = start(changed(prepared_config(tmp_path), changes), (1, 1, 1))
+    assert ended.code == 0 and ended.says("NOT TRAINED: the gradients of all 2 steps overflowed")
 
 
 def test_false_alarms_are_rare_and_spikes_are_seen():
