@@ -224,8 +224,8 @@ def mesh_words(plan: Plan) -> str:
     if setting.flow.ep > 1:
         words.append(f"ep {setting.flow.ep}")
     words.append(f"ZeRO-{setting.state.zero_stage}")
-    if plan.offload != "none":
-        words.append(f"{plan.offload} offloaded")
+    if plan.setting.state.num_offloads:
+        words.append(f"{plan.setting.state.offload} offloaded")
     if str(setting.flow.recompute) != "none":
         words.append(f"recomputes {setting.flow.recompute}")
     return ", ".join(words)

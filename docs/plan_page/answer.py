@@ -91,12 +91,11 @@ def _answer(mesh: str, width: int, post: Post) -> None:
     wide = max(width, 76)  # two lines for a row: a narrower page scrolls it
     post("table", _html(wide, lambda out: plan_table.show(ranking, request, out)))
     post("json", json.dumps(plan_rows.to_json(ranking, request)))
-    best = ranking.rows[0] if ranking.rows else ranking.least
-    assert best is not None
+    best = ranking.rows[0]
     number = args.explain or 1
-    if ranking.rows and not number <= len(ranking.rows):
+    if number > len(ranking.rows):
         raise ConfigError(f"--explain {number}: must be at most {len(ranking.rows)}")
-    row = ranking.rows[number - 1] if ranking.rows else best
+    row = ranking.rows[number - 1]
     post("parts", _html(width, lambda out: plan_table.explain(row, out)))
     if mesh:
         post("why", _html(width, lambda out: why_not(mesh, best, request, args.fix, out)))
@@ -115,8 +114,7 @@ def why_not(mesh: str, best: Plan, request: Request, fix: list[str], out: Consol
     except ConfigError as error:
         terminal.say(out, f"Not possible: {error}")
         return
-    other = found.plans[0] if found.plans else found.least
-    assert other is not None
+    other = found.rows[0]
     if not found.plans:
         out.print("Its smallest plan does not fit.\n", style="red")
     elif other.setting.choices == best.setting.choices:

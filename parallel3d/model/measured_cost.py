@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from parallel3d.model.module_cost import BLOCK
 from parallel3d.model.recompute import FULL, NONE, Recompute, parse
-from parallel3d.model.spec import Attention, KeptMemory, LayerCost, Shape, flops_of
+from parallel3d.model.spec import Attention, KeptMemory, LayerCost, Shape
 
 
 class Polynomial(NamedTuple):
@@ -108,10 +108,7 @@ class MeasuredCost:
         """Return the cost, computed now; `split` is sequence parallelism over several ranks."""
         cost = self._at(shape, tp, split, recompute)
         whole = cost if tp == 1 else self._at(shape, 1, False, NONE)
-        flops = flops_of(whole.forward.matmuls)
-        if whole.forward.attention:
-            flops += whole.forward.attention.flops
-        return replace(cost, forward_flops=flops)
+        return replace(cost, forward_flops=whole.forward.flops)
 
     def _at(self, shape: Shape, tp: int, split: bool, recompute: Recompute) -> LayerCost:
         by_recompute = self._by_setting.get((tp, split))

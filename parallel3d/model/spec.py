@@ -190,6 +190,12 @@ class Work:
     traffic: int = 0  # elements that memory-bound operators read and write (norms, residual, ...)
     collectives: tuple[Collective, ...] = ()
 
+    @property
+    def flops(self) -> int:
+        """FLOPs of products and attention, in full (no saving for the causal mask)."""
+        attention = self.attention.flops if self.attention else 0
+        return flops_of(self.matmuls) + attention
+
     def __add__(self, later: "Work") -> "Work":
         """Return this work and then `later`; only one of the two may have an attention."""
         assert self.attention is None or later.attention is None

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
+from parallel3d.base import explain
 from parallel3d.base.section import Positive, Problem, Section
 from parallel3d.config import RunConfig, arithmetic
 from parallel3d.config.hardware import Hardware
@@ -110,9 +111,10 @@ def request_of(
     """Return the request of a config on `devices` devices.
 
     Without train_batch_size the global batch follows from micro batch, accumulation and mesh.
-    Raises ConfigError if the batch or the vocabulary is unknown, for sizes that no devices can
-    hold, and for bf16 on hardware without it.
+    Raises ConfigError if a fixed choice is invalid or the batch or the vocabulary is unknown, for
+    sizes that no devices can hold, and for bf16 on hardware without it.
     """
+    explain.checked(FixedChoices, dict(fixed or {}), "--fix")
     peaks = hardware.peak_flops
     if config.bf16.enabled and "fp16" in peaks and "bf16" not in peaks:
         raise Problem(

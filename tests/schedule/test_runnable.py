@@ -23,7 +23,9 @@ def on_two_ranks(schedule: str, microbatches: int, stage: int = 3, **pipeline) -
 
 def ordered(request) -> set[str]:
     """The schedules that the planner has for any flow."""
-    flows = (f for mesh in candidates.meshes(request) for f in candidates.flows(request, mesh))
+    flows = (
+        f for mesh in candidates.meshes_in_turn(request)[0] for f in candidates.flows(request, mesh)
+    )
     return {order.schedule for flow in flows for order in candidates.orders(request, flow)}
 
 

@@ -116,12 +116,6 @@ def least_in_flight(setting: Setting, hardware: Hardware | None) -> int:
     return min(saved) * most_in_flight(s.actions)[0]
 
 
-def least_on_first(setting: Setting, hardware: Hardware) -> int:
-    """Return a lower bound on the device memory of the first rank: its states and activations."""
-    held = _rank(setting, 0, hardware).held
-    return held.weights + held.optimizer + least_in_flight(setting, hardware)
-
-
 def saved_bytes(setting: Setting, hardware: Hardware | None = None) -> tuple[int, ...]:
     """Return for each stage the bytes of activations that one microbatch leaves in flight."""
     stages = _stages(setting, _parts(setting), is_cpu(hardware))

@@ -111,7 +111,7 @@ def to_json(ranking: Ranking, request: Request) -> JsonObject:
         "global_batch_size": request.global_batch_size,
         "num_params": num_params,
         **({} if active == num_params else {"num_active_params": active}),
-        "least": plan_json(ranking.least) if ranking.least else None,
+        "least": None if ranking.plans else plan_json(ranking.too_large[0]),
     }
 
 
@@ -153,8 +153,7 @@ def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConf
     """
     ranking = search(request_of(config, hardware, devices, fixed_by(config)), rows=1)
     if not ranking.plans:
-        assert ranking.least is not None
-        raise ConfigError(f'parallel3d.mesh = "plan": {nothing_fits(ranking.least)}')
+        raise ConfigError(f'parallel3d.mesh = "plan": {nothing_fits(ranking.too_large[0])}')
     plan = ranking.plans[0]
     return apply(config, plan), plan
 

@@ -52,8 +52,8 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
                 "dim",
             ),
         )
-    if ranking.least is not None:
-        terminal.say(out, nothing_fits(ranking.least))
+    else:
+        terminal.say(out, nothing_fits(ranking.too_large[0]))
 
 
 def nothing_fits(least: Plan) -> str:
@@ -73,7 +73,7 @@ def nothing_fits(least: Plan) -> str:
     return (
         f"NOTHING FITS on {request.devices:,} x {request.hardware.name}: the smallest plan needs "
         f"{gib(least.memory.total)} GiB, with {flow.mesh.label}, ZeRO-{state.zero_stage}, micro "
-        f"batch {flow.micro_batch}, recompute {flow.recompute}, offload: {least.offload} "
+        f"batch {flow.micro_batch}, recompute {flow.recompute}, offload: {state.offload} "
         f"({least.reason}); use {fixed}more devices, or devices and hosts with more memory{no_host}"
     )
 
@@ -134,7 +134,7 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
     room = request.hardware.memory_bytes.value
     axes = AXES if any(plan.setting.mesh.cp > 1 for plan in plans) else WITHOUT_CP
     any_gathers = any(plan.setting.state.zero_stage == 3 for plan in plans)
-    any_offloads = any(plan.offload != "none" for plan in plans)
+    any_offloads = any(plan.setting.state.num_offloads for plan in plans)
     rows = []
     for number, plan in enumerate(plans, first):
         flow, (stages_per_rank, schedule), state = plan.setting.choices
@@ -155,7 +155,7 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
             weights = state.weights.removeprefix("per_") if state.zero_stage == 3 else "–"
             row[Column("weights", right=False, line=1)] = weights
         if any_offloads:
-            row[Column("offload", right=False, line=1)] = plan.offload
+            row[Column("offload", right=False, line=1)] = state.offload
         several = f" ×{stages_per_rank}" if stages_per_rank > 1 else ""
         rate = plan.per_device(request.flops.full)
         mfu = plan.mfu(request.flops.full)

@@ -13,19 +13,18 @@ A test compares the rows with an exhaustive search.
 import gc
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from heapq import heapify, heappop, heappush, nsmallest
+from heapq import heappop, heappush, nsmallest
 from itertools import count, islice
 
-from parallel3d.base import explain
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.model.recompute import FULL, NONE, Recompute
 from parallel3d.plan.layers.placement import blocks_in_stages
-from parallel3d.plan.memory.peak import exceeds, least_in_flight, least_on_first, peak_of
+from parallel3d.plan.memory.peak import least_in_flight, peak_of
 from parallel3d.plan.memory.room import all_fit, room_of, worst
-from parallel3d.plan.request import FixedChoices, Request
+from parallel3d.plan.request import Request
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import setting_of
 from parallel3d.plan.search.plans import Plan
@@ -37,21 +36,21 @@ from parallel3d.plan.time.step import costs_of, lower_bound, passes_bound, step_
 TOO_LARGE = 5  # the most plans that do not fit
 OFFLOAD_GAIN = 0.1
 """The share of a step that an offload must save: the figures of hosts are assumed, not measured."""
-CP_GAIN = 0.03
-"""The share of a step that context parallelism must save: less is within the planner's error."""
-COPIES_GAIN = 0.03
-"""The share of a step that copies of ZeRO's shards must save, for the same reason."""
+DIVISION_GAIN = 0.03
+"""The share of a step that context parallelism, or copies of ZeRO's shards, must save: less is
+within the planner's error."""
 _SAFE = 1 - 1e-8  # plans are ordered by seconds of nine digits
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The outcome of a search: plans that fit, fastest first, and faster plans that do not."""
+    """The outcome of a search: plans that fit, fastest first, and faster plans that do not.
+
+    If nothing fits, the first that does not is the one that needs the least memory.
+    """
 
     plans: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
-    least: Plan | None = None
-    """If nothing fits, the plan that needs the least memory."""
 
     @property
     def rows(self) -> tuple[Plan, ...]:
@@ -64,37 +63,30 @@ def search(request: Request, rows: int = 20, per_mesh: int | None = None) -> Ran
 
     The default of `per_mesh` leaves room for all meshes. A plan that fits without an offload is not
     listed with it, and one with an offload comes behind those that take less than OFFLOAD_GAIN
-    longer; one with cp (CP_GAIN) or copies of shards (COPIES_GAIN) likewise. Tensor parallelism
-    across nodes, and then cp with fewer than LEAST_TOKENS a rank, count only if nothing else fits.
-    Raises ConfigError if no mesh is possible or the
-    hardware lacks a figure.
+    longer; one with cp or copies of shards likewise (DIVISION_GAIN). The groups of
+    `candidates.meshes_in_turn` count only if nothing fits of those before them.
+    Raises ConfigError if no mesh is possible or the hardware lacks a figure.
     """
-    explain.checked(FixedChoices, dict(request.fixed), "--fix")
-    candidates.refuse_empty(request)
-    all_meshes = tuple(candidates.meshes(request, any_cp=True))
-    usual = tuple(candidates.meshes(request))
-    node = request.hardware.sharing(request.devices)
-    in_node = tuple(mesh for mesh in usual if mesh.tp <= node)
+    meshes: list[MeshSizes] = []
     # Its objects have no cycles, and Python would look for some in two fifths of the time.
     collects = gc.isenabled()
     gc.disable()
     try:
-        for meshes in filter(None, dict.fromkeys((in_node, usual, all_meshes))):
+        for group in candidates.meshes_in_turn(request):
+            meshes += group
             most = per_mesh or max(1, rows // len(meshes))
-            plans = tuple(islice(_Search(request, meshes).best_first(most), rows))
+            plans = tuple(islice(_Search(request, group).best_first(most), rows))
             if plans:
                 faster = _too_large(request, meshes, plans[0].time.seconds)
                 return Ranking(plans, tuple(evaluate(request, setting) for setting in faster))
-        small = [evaluate(request, setting) for setting in _leanest(request, all_meshes)]
-        return Ranking((), tuple(small), small[0])
+        small = _leanest(request, meshes)
+        return Ranking((), tuple(evaluate(request, setting) for setting in small))
     finally:
         if collects:
             gc.enable()
 
 
-def _too_large(
-    request: Request, meshes: tuple[MeshSizes, ...], seconds: float
-) -> Iterator[Setting]:
+def _too_large(request: Request, meshes: Sequence[MeshSizes], seconds: float) -> Iterator[Setting]:
     """Yield settings that take less than `seconds` and fit only in twice a device's memory.
 
     They are the fastest of TOO_LARGE meshes, at ZeRO-1 where the request does not fix the stage.
@@ -106,15 +98,15 @@ def _too_large(
             yield plan.setting
 
 
-def _leanest(request: Request, meshes: tuple[MeshSizes, ...]) -> list[Setting]:
+def _leanest(request: Request, meshes: Sequence[MeshSizes]) -> list[Setting]:
     """Return the settings with the least memory of TOO_LARGE meshes, the smallest first.
 
-    A mesh's has the smallest micro batch, the most recomputation, and the first rank that needs
-    least.
+    A mesh's has the smallest micro batch, the most recomputation, the most divided activations and
+    experts, and the first rank that needs least.
     """
 
-    def size(flow: Flow) -> tuple[int, int]:
-        return flow.micro_batch, -flow.recompute.strength
+    def size(flow: Flow) -> tuple[int, ...]:
+        return flow.micro_batch, -flow.recompute.strength, -flow.sequence_parallel, -flow.ep
 
     def first(setting: Setting) -> int:
         return peak_of(setting, 0, request.hardware).total
@@ -124,11 +116,9 @@ def _leanest(request: Request, meshes: tuple[MeshSizes, ...]) -> list[Setting]:
 
     leanest = []
     for mesh in meshes:
-        flows = candidates.flows(request, mesh)
-        least = min(map(size, flows), default=None)
-        choices = candidates.choices(request, [flow for flow in flows if size(flow) == least])
-        settings = [setting_of(request, *each) for each in choices]
-        if settings:
+        flows = sorted(candidates.flows(request, mesh), key=size)
+        choices = candidates.choices(request, flows[:1])
+        if settings := [setting_of(request, *each) for each in choices]:
             leanest.append(min(settings, key=first))
     return nsmallest(TOO_LARGE, leanest, key=total)
 
@@ -140,7 +130,7 @@ Node = Callable[[], Bounded] | Plan  # a function returns what its node stands f
 class _Search:
     """A search in progress, on devices with `times` their memory."""
 
-    def __init__(self, request: Request, meshes: tuple[MeshSizes, ...], times: int = 1) -> None:
+    def __init__(self, request: Request, meshes: Sequence[MeshSizes], times: int = 1) -> None:
         self.request = request
         self.meshes = meshes
         self.hardware = request.hardware
@@ -159,8 +149,7 @@ class _Search:
         for mesh in self.meshes:
             for flow in candidates.flows(self.request, mesh):
                 node = partial(self._schedules, flow)
-                heap.append((self.floor(flow), (), next(serial), mesh, node))
-        heapify(heap)
+                heappush(heap, (self.floor(flow), (), next(serial), mesh, node))
         while heap:
             *_, mesh, first = heappop(heap)
             if num_plans[mesh] >= per_mesh:
@@ -185,7 +174,7 @@ class _Search:
             if simpler == without and candidates.go_together(flow, order, state):
                 setting = setting_of(self.request, flow, order, state)
                 if flow.recompute == FULL:
-                    setting = setting.recomputing(Recompute(full_layers=self._least_full(setting)))
+                    setting = setting.recomputing(Recompute(full_layers=1))
                 yield self._bound(setting), partial(self._fit, flow, order, state)
 
     def _fit(self, flow: Flow, order: Order, state: ZeroState) -> Bounded:
@@ -193,7 +182,7 @@ class _Search:
         if setting is None:
             yield from self._states(flow, order, state)
             return
-        if candidates.opens_recompute(self.request) and flow.recompute == FULL:
+        if "recompute" not in self.request.fixed and flow.recompute == FULL:
             setting = self._with_fewest_in_full(setting)
             if setting.flow.recompute == NONE:  # it has its own flow
                 return
@@ -218,25 +207,12 @@ class _Search:
         def fewer(num_layers: int) -> Setting:
             return setting.recomputing(Recompute(full_layers=num_layers))
 
-        def first_fits(num_layers: int) -> bool:
-            return not exceeds(fewer(num_layers), 0, self.hardware, self.room)
-
         def fits(num_layers: int) -> bool:
             return all_fit(fewer(num_layers), self.hardware, self.room)
 
         all_layers = max(blocks_in_stages(setting))
-        # The first rank most often decides, and is looked at alone before all are.
-        enough = bisect_left(range(all_layers), True, key=first_fits)
-        if enough < all_layers and not fits(enough):
-            enough = bisect_left(range(all_layers), True, lo=enough + 1, key=fits)
+        enough = bisect_left(range(all_layers), True, key=fits)
         return setting if enough == all_layers else fewer(enough)
-
-    def _least_full(self, setting: Setting) -> int:
-        """Return a lower bound on the layers of a stage that must be recomputed in full to fit."""
-        full = least_on_first(setting, self.hardware)
-        without = least_on_first(setting.recomputing(NONE), self.hardware)
-        over = without - self.room[0]
-        return max(1, over * min(blocks_in_stages(setting)) // max(1, without - full))
 
     def _bound(self, setting: Setting) -> float:
         seconds = lower_bound(setting, self.hardware, self.curves)
@@ -249,9 +225,9 @@ class _Search:
         if setting.state.num_offloads and self.hardware.cores is None:
             factor *= 1 + OFFLOAD_GAIN
         if setting.state.copies > 1:
-            factor *= 1 + COPIES_GAIN
+            factor *= 1 + DIVISION_GAIN
         if setting.mesh.cp > 1:
-            factor *= 1 + CP_GAIN
+            factor *= 1 + DIVISION_GAIN
         return factor
 
     def floor(self, flow: Flow) -> float:

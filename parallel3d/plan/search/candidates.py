@@ -6,7 +6,7 @@ parallel3d/schedule/schedules.
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import product
+from itertools import groupby, product
 from math import gcd
 
 from parallel3d.base.mesh_sizes import MeshSizes
@@ -28,33 +28,38 @@ LEAST_TOKENS = 4096
 WEIGHTS: tuple[Weights, ...] = ("per_step", "per_pass", "per_microbatch")  # fastest first
 
 
-def meshes(request: Request, any_cp: bool = False) -> Iterator[MeshSizes]:
-    """Yield every mesh of the request's devices, ordered by pp, tp and cp.
+def meshes_in_turn(request: Request) -> list[list[MeshSizes]]:
+    """Return the request's meshes in groups; one counts only if nothing fits of those before it.
 
-    - `any_cp`: also those whose ranks keep fewer than LEAST_TOKENS of a sample.
+    The second has tp across nodes, the third cp with fewer than LEAST_TOKENS a rank. Raises
+    ConfigError if no schedule can run on any mesh.
     """
-    longest = max(1, request.workload.seq // LEAST_TOKENS, request.fixed.get("cp", 1))
-    if any_cp:
-        longest = request.workload.seq
+    node = request.hardware.sharing(request.devices)
+    most_cp = max(1, request.workload.seq // LEAST_TOKENS, request.fixed.get("cp", 1))
+
+    def turn(mesh: MeshSizes) -> int:
+        if mesh.cp > most_cp:
+            return 2
+        return int(mesh.tp > node)
+
+    in_turn = sorted(meshes(request), key=turn)
+    refuse_empty(request, in_turn)
+    return [[*group] for _, group in groupby(in_turn, turn)]
+
+
+def meshes(request: Request) -> Iterator[MeshSizes]:
+    """Yield every mesh of the request's devices, ordered by pp, tp and cp."""
     for pp, tp, cp in product(divisors_of(request.devices), repeat=3):
         dp, rest = divmod(request.devices, pp * cp * tp)
         mesh = MeshSizes(pp=pp, dp=dp, cp=cp, tp=tp)
-        if rest or cp > longest or not _is_open(request, **mesh._asdict()):
-            continue
-        if _is_possible(request, mesh):
+        if not rest and _is_open(request, **mesh._asdict()) and _is_possible(request, mesh):
             yield mesh
-
-
-def opens_recompute(request: Request) -> bool:
-    """Return True if recomputation is the planner's choice."""
-    return "recompute" not in request.fixed
 
 
 @lru_cache(maxsize=1024)
 def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
     """Return a mesh's flows: every micro batch, recomputation and sequence parallelism."""
-    may_split = mesh.tp > 1 and not request.workload.seq % (mesh.cp * mesh.tp)
-    if not opens_recompute(request):
+    if "recompute" in request.fixed:
         recomputes = [parse(request.fixed["recompute"])]
     elif request.workload.software.attention == "flash":
         # With a fused kernel, "selective" frees only 4 bytes a head and token.
@@ -63,7 +68,9 @@ def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
         recomputes = [*MODES]
     can_recompute = request.workload.can_recompute
     recomputes = [mode for mode in recomputes if mode.parts.issubset(can_recompute)]
-    splits = [False, True] if may_split else [False]
+    splits = [False]
+    if mesh.tp > 1 and not request.workload.seq % (mesh.cp * mesh.tp):
+        splits.append(True)
     micro_batches = divisors_of(request.common_batch // mesh.dp)
     allowed = []
     for ep, split, recompute, micro_batch in product(
@@ -77,7 +84,7 @@ def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
 def _divisions(request: Request, mesh: MeshSizes) -> list[int]:
     """Return the numbers of ranks that may divide the experts, from 1."""
     config = request.config
-    experts = getattr(request.config.model, "num_experts", 0) or 1
+    experts = getattr(config.model, "num_experts", 0) or 1
     if config.train.noise_scale_every:
         experts = 1
     most = gcd(experts, request.fixed.get("dp_shards", mesh.dp))
@@ -169,12 +176,12 @@ def _copies(request: Request, mesh: MeshSizes) -> list[int]:
     if fixed is not None:
         return [mesh.dp // fixed]
     node = request.hardware.sharing(request.devices)
-    copies = [1]
-    for shards in divisors_of(mesh.dp)[:-1]:
-        ranks = shards * mesh.cp * mesh.tp
+    useful = [1]
+    for copies in divisors_of(mesh.dp)[1:]:
+        ranks = mesh.dp // copies * mesh.cp * mesh.tp
         if node < request.devices and ranks > mesh.tp and ranks % node == 0:
-            copies.append(mesh.dp // shards)
-    return sorted(copies)
+            useful.append(copies)
+    return useful
 
 
 @lru_cache(maxsize=1024)
@@ -272,16 +279,17 @@ def _is_possible(request: Request, mesh: MeshSizes) -> bool:
     )
 
 
-def refuse_empty(request: Request) -> None:
-    """Raise ConfigError if no mesh is possible, or no schedule can run on any mesh."""
-    flows_of_all = (flow for mesh in meshes(request, any_cp=True) for flow in flows(request, mesh))
-    if any(orders(request, flow) for flow in flows_of_all):
-        return
-    choices = ", ".join(f"{name}={value}" for name, value in request.fixed.items())
+def refuse_empty(request: Request, meshes: Iterable[MeshSizes]) -> None:
+    """Raise ConfigError if no schedule can run on any of the request's meshes."""
+    for mesh in meshes:
+        if any(orders(request, flow) for flow in flows(request, mesh)):
+            return
     rule = (
         f"no mesh of {request.devices} devices divides the model's heads and layers and the "
         f"{request.common_batch} samples of a step in a schedule that runs"
-        + (f" with {choices}" if choices else "")
     )
+    if request.fixed:
+        choices = ", ".join(f"{name}={value}" for name, value in request.fixed.items())
+        rule += f" with {choices}"
     remedy = "use another number of devices or another train_batch_size, or fix fewer choices"
     raise Problems([Problem("--devices", request.devices, rule, remedy)], "the plan")

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parallel3d.model.spec import Shape
-from parallel3d.model.spec import flops_of as products_flops
 from parallel3d.plan.layers.placement import cost_of, layers_by_stage, model_of, recompute_of
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.request import Request
@@ -31,11 +30,6 @@ class Plan:
     def fits(self) -> bool:
         """True if device and host have room for the plan."""
         return not self.reason
-
-    @property
-    def offload(self) -> str:
-        """The plan's offloads in words."""
-        return self.setting.state.offload
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,7 +69,5 @@ class Plan:
         for part in layers_by_stage(model, self.setting.num_stages, work.seq):
             ways = recompute_of(part, self.setting.flow.recompute)
             for kind, way in zip(part.kinds, ways, strict=True):
-                again = cost_of(model, kind, shape, recompute=way).recomputed
-                flops += products_flops(again.matmuls)
-                flops += again.attention.flops if again.attention else 0
+                flops += cost_of(model, kind, shape, recompute=way).recomputed.flops
         return flops * self.request.global_batch_size

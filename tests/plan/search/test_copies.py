@@ -2,6 +2,7 @@
 
 import pytest
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.plan.report.plan_rows import apply
 from parallel3d.plan.report.plan_table import lines_of
@@ -26,7 +27,7 @@ def request(devices=64, **fixed):
 def seconds(devices, **fixed):
     """The seconds of a step by the dp ranks of a copy."""
     asked = request(devices, **fixed)
-    (mesh,) = candidates.meshes(asked)
+    (mesh,) = candidates.meshes_in_turn(asked)[0]
     (flow, *_) = candidates.flows(asked, mesh)
     (order, *_) = candidates.orders(asked, flow)
     by_shards = {}
@@ -62,12 +63,13 @@ def test_searched_number_is_written_into_the_config():
 
 
 def test_number_can_be_fixed():
-    states = candidates.states(request(dp_shards=16), next(candidates.meshes(request())))
+    states = candidates.states(request(dp_shards=16), candidates.meshes_in_turn(request())[0][0])
     assert {state.copies for state in states} == {4}
-    assert not [*candidates.meshes(request(dp_shards=3))]
+    with pytest.raises(ConfigError, match="no mesh of 64 devices"):
+        candidates.meshes_in_turn(request(dp_shards=3))
 
 
 def test_one_node_has_no_copies():
     asked = request(8)
-    (mesh,) = candidates.meshes(asked)
+    (mesh,) = candidates.meshes_in_turn(asked)[0]
     assert {state.copies for state in candidates.states(asked, mesh)} == {1}

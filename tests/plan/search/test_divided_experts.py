@@ -107,7 +107,7 @@ def test_ep_is_proposed_if_it_pays(config):
     assert row(config, zero_stage=3).plans[0].setting.flow.ep == 1
     dense = RunConfig.from_json("llama-8b.json", [])
     request = request_of(dense, H100, 64)
-    for mesh in candidates.meshes(request):
+    for mesh in candidates.meshes_in_turn(request)[0]:
         assert all(flow.ep == 1 for flow in candidates.flows(request, mesh))
 
 
