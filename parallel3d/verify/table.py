@@ -271,8 +271,9 @@ def verify(
         console.print(_row(shown, *(f"{x:.1e}" for x in numbers), verdict))
         if raised:
             console.print(raised.rstrip())
+    meshes_in_words = "1 mesh" if len(runnable) == 1 else f"{len(runnable)} meshes"
     compared = {
-        config.precision: f"{len(runnable)} meshes, a run saved on {saved} and resumed on "
+        config.precision: f"{meshes_in_words}, a run saved on {saved} and resumed on "
         f"{resumed}, and a step of {LONG.sequence_length} tokens with ids up to "
         f"{LONG.vocab_size:,}"
     }
