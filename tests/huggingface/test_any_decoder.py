@@ -15,7 +15,7 @@ from parallel3d.models.transformers.spec import Config
 from tests.huggingface.checkpoints import SHARD_BYTES, VOCAB, checkpoint_of
 from tests.models.architectures import small_config
 from tests.models.families import weights_of
-from tests.models.test_any_decoder import DEFAULT
+from tests.models.test_any_decoder import COMMON
 
 pytestmark = pytest.mark.gloo
 
@@ -65,7 +65,7 @@ def test_packed_experts_are_read(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*DEFAULT, "gpt2", "gpt_oss", "llama4_text", "mixtral"])
+@pytest.mark.parametrize("kind", [*COMMON, "gpt2", "gpt_oss", "llama4_text", "mixtral"])
 def test_export_is_loaded_by_transformers(kind, tmp_path):
     """Each weight is in its place, logits are those of a model with them, and it generates."""
     config = Config(family="transformers", config=small_config(kind), vocab_size=VOCAB)

@@ -18,7 +18,7 @@ from parallel3d.verify.reference import prepare
 from tests.cases import Case
 from tests.models.architectures import VOCABULARY, small_config
 from tests.models.every_decoder import train_cheaply
-from tests.models.test_any_decoder import DEFAULT, LONGROPE
+from tests.models.test_any_decoder import COMMON, LONGROPE
 from tests.verify.configs import config_of
 from tests.verify.measuring import errors_of
 
@@ -81,7 +81,7 @@ OTHERS = [
 ]
 PIPELINE = MeshSizes(pp=2, tp=2)
 REPLICAS = MeshSizes(dp=2, tp=2)
-FEATURES = [(kind, settings) for kind in DEFAULT for settings in TOGETHER] + OTHERS
+FEATURES = [(kind, settings) for kind in COMMON for settings in TOGETHER] + OTHERS
 
 
 def case_of(kind, own=None, **settings):
@@ -121,7 +121,7 @@ def test_features_are_equal_to_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", DEFAULT)
+@pytest.mark.parametrize("kind", COMMON)
 def test_run_goes_on_on_another_mesh(kind, tmp_path):
     """Saved on a pipeline and resumed on data-parallel ranks: as one process that never stopped."""
     raw = config_of()
