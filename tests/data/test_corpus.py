@@ -63,8 +63,8 @@ def test_entropy_and_summary_equal_counts_by_hand(settings):
 
 
 def test_vocabulary_above_65536_has_wider_tokens(settings, tmp_path):
-    words = {"<unknown>": 0, "<end>": 70_000} | {f"word{i}": i for i in range(1, 70_000)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unknown>"))
+    # Ids may have gaps.
+    tokenizer = Tokenizer(WordLevel({"<unknown>": 0, "<end>": 70_000}, unk_token="<unknown>"))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
     fast.save_pretrained(tmp_path / "wide")
     corpus = prepare(replace(settings, tokenizer=str(tmp_path / "wide")))

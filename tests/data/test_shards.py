@@ -223,15 +223,27 @@ def test_changed_row_is_reported_by_the_worker(rows, workers_left):
     assert workers_left() == []
 
 
-def test_killed_worker_is_reported(rows, workers_left):
-    def kill(phase, done, total):
-        if phase == "tokenising documents" and done > 150:
-            for child in workers_left():
-                child.send_signal(signal.SIGKILL)
+def test_killed_worker_is_reported(rows, workers_left, monkeypatch):
+    """And the other one, here a program that waits, is ended; the killed one's shards are kept."""
+    start = shards._start
+    workers = []
 
+    def start_one(work, number, count, write):
+        if number == 0:
+            workers.append(start(work, number, count, write))
+        else:
+            workers.append(subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL))
+        return workers[-1]
+
+    def kill(phase, done, total):
+        if phase == "tokenising documents" and done > 100:
+            workers[0].send_signal(signal.SIGKILL)
+
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1500)  # enough are left when it is killed
+    monkeypatch.setattr(shards, "_start", start_one)
     with pytest.raises(DataError, match=r"was killed by signal 9, often .* lower data\.workers"):
         prepare(replace(rows, workers=2), kill)
-    assert workers_left() == []
+    assert len(workers) == 2 and workers_left() == []
     assert resumed(rows) > 0
 
 
