@@ -150,7 +150,7 @@ def test_names_of_gpt_neoxs_llama_in_a_pipeline():
     check(resolved(config, tensors), expected)
 
 
-@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("qk_norm", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_stacked_experts_of_transformers_modules(tmp_path, qk_norm):
     """Files divide the experts' matrices; a state_dict, and so an optimizer, stacks them."""
     sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "qk_norm": qk_norm}
