@@ -13,6 +13,7 @@ from parallel3d.config.hardware import Hardware, Link
 from parallel3d.extras.calibrate import describe, dial
 from parallel3d.extras.calibrate.dial import Wishes
 from parallel3d.extras.scaling.runs import count
+from parallel3d.plan.report import plan_rows
 from tests.calibrate.test_calibrate import planted
 
 pytestmark = pytest.mark.gloo
@@ -49,6 +50,14 @@ def place(machine, monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def narrow(monkeypatch):
+    """The planner searches the size of microbatches alone; all choices are its own tests'."""
+    fixed = {"pp": 1, "tp": 1, "schedule": "gpipe", "zero_stage": 1, "recompute": "none"}
+    fixed |= {"offload_optimizer": "none", "offload_param": "none"}
+    monkeypatch.setattr(plan_rows, "fixed_by", lambda config: fixed)
+
+
 def chosen(*overrides, **wishes):
     """Return the written config, the number of ranks, and the messages by their first words."""
     messages = []
@@ -74,6 +83,7 @@ def test_run_length_follows_from_measured_step_time(place):
     assert chosen(minutes=20)[0].run.name == "20-minutes-2"
 
 
+@pytest.mark.usefixtures("narrow")
 def test_slower_machine_trains_a_smaller_model(place, monkeypatch):
     def size(slowness):
         monkeypatch.setattr(dial, "pace", lambda config: (slowness * planned(config), START))
@@ -87,6 +97,7 @@ def test_slower_machine_trains_a_smaller_model(place, monkeypatch):
     assert size(4.0) < size(1.0) < size(0.25)
 
 
+@pytest.mark.usefixtures("narrow")
 def test_model_size_and_tokens_determine_each_other(place):
     config, _, _ = chosen(params=2e6)
     params = count(config.model).with_head
@@ -106,12 +117,14 @@ def test_model_size_and_tokens_determine_each_other(place):
     assert small.global_batch_size < config.global_batch_size
 
 
+@pytest.mark.usefixtures("narrow")
 def test_settings_of_the_user_are_kept(place):
     config, _, _ = chosen("--run.name", "mine", "--data.vocab_size", "512", minutes=10)
     assert config.run.name == "mine" and config.model.vocab_size == 512
     assert (place / "runs/mine.json").exists()
 
 
+@pytest.mark.usefixtures("narrow")
 def test_too_little_time_is_refused_with_remedy(place):
     with pytest.raises(ConfigError, match=r"--minutes = 0.5: leaves time for \d+ steps of 0.5 s"):
         chosen(minutes=0.5)

@@ -7,7 +7,7 @@ import pytest
 from parallel3d.extras.calibrate import describe, dial
 from parallel3d.extras.calibrate.describe import calibrate
 from tests.calibrate.test_calibrate import plant, planted
-from tests.calibrate.test_dial import chosen, machine, place  # noqa: F401
+from tests.calibrate.test_dial import chosen, machine, narrow, place  # noqa: F401
 from tests.remedies import refused
 
 pytestmark = pytest.mark.gloo
@@ -38,6 +38,7 @@ def test_disturbed_measurement_is_tried_again(tmp_path, monkeypatch):
     assert path.exists()
 
 
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("params", [None, 1e6])
 def test_minutes_that_are_named_are_enough(place, params):  # noqa: F811
     with refused("use --minutes") as refusal:
@@ -48,6 +49,7 @@ def test_minutes_that_are_named_are_enough(place, params):  # noqa: F811
     assert config.num_steps >= dial._FEWEST_STEPS
 
 
+@pytest.mark.usefixtures("narrow")
 def test_smaller_model_has_time_for_its_steps(place, monkeypatch):  # noqa: F811
     """Where a step takes as long as the model is large."""
 

@@ -37,7 +37,7 @@ from parallel3d.engine.selftest import self_test
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model import optimizers
 from parallel3d.verify.local_ranks import run_locally
-from tests.cases import Case, measure
+from tests.cases import Case, measure, unpatched
 from tests.config.configs import REMOVED, raw
 
 pytestmark = pytest.mark.gloo
@@ -305,6 +305,7 @@ def round_robin():
         yield
 
 
+@unpatched
 def test_round_robin_gradients_read_wrong_weights():
     """Losses and norms are right, but the weights that DeepSpeed reads back are not."""
     assert "round_robin_gradients" in deepspeed_keys.BY_SECTION["zero_optimization"]
