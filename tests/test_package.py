@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.test_floors import FILES, TESTS, imports_of, tree_of
+from tests.test_floors import FILES, TESTS, imports_of
 
 pytestmark = pytest.mark.pure
 
@@ -60,7 +60,7 @@ def test_models_have_one_import_name():
     for path in filter(
         lambda path: import_of_models.search((ROOT / path).read_text()), [*FILES, *TESTS]
     ):
-        names = {name.partition(".")[0] for name in imports_of(tree_of(path))}
+        names = {name.partition(".")[0] for name in imports_of(path)}
         assert "models" not in names, f"{path}: write `from parallel3d import models`"
     for name in ("models", "launch", "configs"):
         assert (ROOT / "parallel3d" / name).samefile(ROOT / name), "a link into the package"

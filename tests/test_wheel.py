@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.drill
+pytestmark = pytest.mark.gloo
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("parallel3d", "models", "launch", "configs")
@@ -26,8 +26,10 @@ def build(folder):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     (copy / "configs/hardware/this-machine.json").write_text("{}")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--wheel-dir", folder, copy], check=True)
+    # As pip calls it, which takes seconds longer.
+    code = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    command = [sys.executable, "-c", code, folder]
+    subprocess.run(command, cwd=copy, check=True, stdout=subprocess.DEVNULL)
     (built,) = folder.glob("*.whl")
     return built
 
