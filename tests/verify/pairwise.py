@@ -9,17 +9,18 @@ def pairs(row):
     return {frozenset(pair) for pair in combinations(row.items(), 2)}
 
 
-def possible_pairs(settings, valid, tries=300, seed=0):
-    """Every pair for which a valid row was found, with such rows."""
+def possible_pairs(settings, valid, wanted=lambda pair: True, tries=300, seed=0):
+    """Every pair that is wanted for which a valid row was found, with such rows."""
     rng = random.Random(seed)
     examples = {}
     for (a, xs), (b, ys) in combinations(settings.items(), 2):
         for x in xs:
             for y in ys:
-                for _ in range(tries):
-                    row = draw(settings, rng) | {a: x, b: y}
+                pair = frozenset([(a, x), (b, y)])
+                for _ in range(tries if wanted(pair) else 0):
+                    row = draw(settings, rng) | dict(pair)
                     if valid(row):
-                        examples[frozenset([(a, x), (b, y)])] = row
+                        examples[pair] = row
                         break
     return examples
 
@@ -34,8 +35,7 @@ def pairwise(settings, valid, seed=0, wanted=lambda pair: True, cost=lambda row:
     The next row has the most pairs that are missing for its cost.
     """
     rng = random.Random(seed)
-    possible = possible_pairs(settings, valid)
-    examples = {pair: row for pair, row in possible.items() if wanted(pair)}
+    examples = possible_pairs(settings, valid, wanted)
     missing = dict.fromkeys(examples)
     rows = []
     while missing:
