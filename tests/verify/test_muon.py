@@ -81,30 +81,35 @@ def errors_of(case, **task):
 # What cuts a matrix, and what differs by it: dp at each ZeRO stage, tp by rows and by columns, key
 # and value heads that several tp ranks hold, a stage that holds no matrix, and muP's rates.
 FEW = [
-    pytest.param((1, 2, 2), "gpt", 0, "none", {}, {}, marks=pytest.mark.slow),  # ZeRO 1: below
-    ((1, 2, 2), "llama untied mup", 1, "none", OTHER, {"mesh_sequence_parallel": True}),
+    ((1, 2, 2), "gpt", 0, "none", {}, {}),
     ((2, 1, 1), "llama untied mup", 2, "cpu", OTHER, {}),
-    pytest.param((2, 1, 2), "llama untied mup", 2, "cpu", OTHER, {}, marks=pytest.mark.slow),
+    ((2, 1, 2), "llama untied mup", 2, "cpu", OTHER, {}),
     # Experts, and a router, which is AdamW's: by default in tests/pipeline/test_experts.py.
-    pytest.param((1, 2, 2), "moe", 1, "none", {}, {}, marks=pytest.mark.slow),
+    ((1, 2, 2), "moe", 1, "none", {}, {}),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "model", "zero", "offload", "params", "settings"), FEW)
 def test_interacting_settings(mesh, model, zero, offload, params, settings, case):
     errors = errors_of(case(mesh, model, zero, offload, params, **settings))
     assert errors.within(TOLERANCE["fp32"]), errors
 
 
+def test_muon_resumes_on_another_mesh(case, tmp_path):
+    """With tp, dp and muP, then on stages with the optimizer on the host."""
+    model = "llama untied mup"
+    saved = case((1, 2, 2), model, 1, params=OTHER, mesh_sequence_parallel=True)
+    assert errors_of(saved, saves=tmp_path).within(TOLERANCE["fp32"])
+    resumed = case((2, 1, 1), model, 2, "cpu", params=OTHER)
+    assert errors_of(resumed, resumes=tmp_path).within(TOLERANCE["fp32"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("saved", "resumed"),
-    [
-        ((1, 1, 2), (1, 2, 1)),
-        pytest.param((2, 1, 2), (2, 2, 1), marks=pytest.mark.slow),
-    ],
-    ids=str,
+    ("saved", "resumed"), [((1, 1, 2), (1, 2, 1)), ((2, 1, 2), (2, 2, 1))], ids=str
 )
-def test_muon_resumes_on_another_mesh(saved, resumed, case, tmp_path):
+def test_muon_resumes_on_other_axes(saved, resumed, case, tmp_path):
     assert errors_of(case(saved, "gpt", 1), saves=tmp_path).within(1e-5)
     assert errors_of(case(resumed, "gpt", 3, "cpu"), resumes=tmp_path).within(1e-5)
 

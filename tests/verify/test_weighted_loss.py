@@ -68,23 +68,24 @@ def errors(mesh, tmp_path, course=weighted_course, **settings):
 
 ALL = [
     ((2, 2, 1), {"microbatches": 4, "zero": 1}),
-    pytest.param((1, 1, 1), {"microbatches": 1}, marks=pytest.mark.slow),
-    pytest.param((1, 1, 1), {"microbatches": 4}, marks=pytest.mark.slow),
-    pytest.param((1, 2, 2), {"microbatches": 2, "sequence_parallel": True}, marks=pytest.mark.slow),
-    pytest.param((2, 1, 2), {"microbatches": 4, "schedule": "zero_bubble"}, marks=pytest.mark.slow),
-    pytest.param((1, 4, 1), {"microbatches": 2, "zero": 0}, marks=pytest.mark.slow),
+    ((1, 1, 1), {"microbatches": 1}),
+    ((1, 1, 1), {"microbatches": 4}),
+    ((1, 2, 2), {"microbatches": 2, "sequence_parallel": True}),
+    ((2, 1, 2), {"microbatches": 4, "schedule": "zero_bubble"}),
+    ((1, 4, 1), {"microbatches": 2, "zero": 0}),
 ]
 
 
+@pytest.mark.slow  # by default as `verify` trains and evaluates
 @pytest.mark.parametrize(("mesh", "settings"), ALL, ids=str)
 def test_weighted_loss_equals_that_of_one_batch(mesh, settings, tmp_path):
     differences = errors(mesh, tmp_path, **settings)
     assert differences.within(measure.TOLERANCE["fp32"]), str(differences)
 
 
-def test_evaluation_weighs_labels_too(tmp_path):
+def test_training_and_evaluation_weigh_labels(tmp_path):
     """With a last batch that is half full, as `verify` runs it."""
-    mesh = MeshSizes(dp=2)
+    mesh = MeshSizes(pp=2, dp=2)
     small, reference = prepare(hall("weighted labels"), [mesh], tmp_path)
     differences, _ = checked(small[mesh], reference, CaseTask())
     assert not differences.beyond(measure.TOLERANCE["fp32"]), differences
