@@ -102,10 +102,11 @@ class Hall:
         self.trained()
         return self._small[mesh]
 
-    def visit(self, name: str, mesh: MeshSizes | None = None) -> Visit:
+    def visit(self, name: str, mesh: MeshSizes | None = None, is_shared: bool = False) -> Visit:
         """Plant an exhibit that the config can hold, and look.
 
         - `mesh`: one of the hall's; by default the first that has the exhibit's axes
+        - `is_shared`: with the hall's one reference, in which the exhibit is not planted
         """
         file = exhibits.load(name)
         mesh = mesh or self._mesh_of(file.EXHIBIT)
@@ -114,7 +115,11 @@ class Hall:
         resumes = saves or "resume" in file.EXHIBIT.needs
         saved, counters = self._saved() if resumes else (None, None)
         start = time.perf_counter()
-        small, reference = self._planted(name, mesh, "long" in file.EXHIBIT.needs)
+        if is_shared:
+            reference = self.trained()
+            small = self._small[mesh]
+        else:
+            small, reference = self._planted(name, mesh, "long" in file.EXHIBIT.needs)
         task = CaseTask(resumes=saved) if resumes else CaseTask(drops=self._drops)
 
         def found(by: str, size: float = 1.0, beyond: Mapping[str, float] | None = None) -> Visit:
