@@ -15,14 +15,13 @@ from tests.verify.measuring import differences, errors_of
 
 pytestmark = pytest.mark.gloo
 
-COUNTS = 4, 2, 6, 4  # microbatches in each step
+COUNTS = 4, 2, 4  # microbatches in each step
 MICRO = 2
 CASES = [
     Case(mesh=(2, 1, 1), microbatches=4, batch=8, **settings)
     for settings in (
         {"schedule": "one_f_one_b", "zero_stage": 1, "reduction": "per_microbatch"},
         {"schedule": "zero_bubble", "weights": "per_pass"},
-        {"schedule": "interleaved", "stages_per_rank": 2, "zero_stage": 1, "checkpointing": "full"},
     )
 ]
 
@@ -71,7 +70,7 @@ def test_against_one_process(tmp_path):
         measured, made = zip(*(rank[number] for rank in ranks), strict=True)
         errors = errors_of(case.config, measured)
         assert errors.within(1e-6), f"{case}: {errors}"
-        assert all(counts == [2, 6] for counts in made), made
+        assert all(counts == [2] for counts in made), made
 
 
 def fail_on_rank(rank, case):

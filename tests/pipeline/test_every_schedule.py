@@ -193,10 +193,9 @@ def test_gradients_of_the_last_step_return_unless_zeroed(zero_stage, offload):
         offload=offload,
         reduction="per_microbatch",
         steps=2,
-        batch=8,
+        batch=4,
         microbatches=2,
     )
-    assert measure(case).within(1e-5)
     assert measure(case, old_gradients).grad_norm > 0.1
 
 

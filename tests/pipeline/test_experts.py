@@ -28,7 +28,7 @@ BATCH = 8
 MICRO = 2
 MOE = {
     "family": "moe",
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -71,6 +71,7 @@ TOP_FIRST = {
     "decoder_sparse_step": 2,
 }
 SPLIT = {"sequence_parallel": True, "checkpointing": "full"}
+HELD = {"weights": "per_pass", "reduction": "per_step"}
 
 
 def case_of(mesh, schedule="gpipe", model=SOFTMAX, **settings):
@@ -221,12 +222,27 @@ def test_on_one_rank(folder, operators):
 
 
 def test_on_two_ranks(folder):
-    """What cuts, recomputes, holds or sums in another way, each with a routing that it touches."""
+    """What cuts, recomputes, holds or sums in another way, each with a routing that it touches.
+
+    The case with cp has a side loss over a microbatch's tokens: with a rank's own means the norm
+    of the gradients would differ by 1e-3.
+    """
     check(
         [
             case_of((2, 1, 1), "zero_bubble", weights="per_pass", checkpointing="full", batch=4),
-            case_of((1, 2, 1), model=TOP_FIRST, weights="per_step", reduction="per_step"),
             case_of((1, 1, 2), model=POOLED, zero_stage=1, batch=4, **SPLIT),
+            case_of((1, 1, 2, 1), zero_stage=1, batch=4, checkpointing="full"),
+            case_of((1, 2, 1), model=SIGMOID, ep=2, muon=True, **HELD),
+        ],
+        folder,
+    )
+
+
+@pytest.mark.slow  # by default ranks that divide experts have the routing and ZeRO-2
+def test_more_on_two_ranks(folder):
+    check(
+        [
+            case_of((1, 2, 1), model=TOP_FIRST, weights="per_step", reduction="per_step"),
             case_of((1, 2, 1), model=SIGMOID, ep=2, zero_stage=2),
         ],
         folder,
@@ -246,22 +262,18 @@ def test_sigmoid_routing_on_two_ranks(folder):
 
 
 def test_divided_over_ranks(folder):
-    """Beside tensor parallelism and copies; stages have `test_muon`, ZeRO-1 `test_experts_with_cp`.
-
-    ZeRO-2 has `test_on_two_ranks`.
-    """
+    """Beside tensor parallelism, and beside cp with a side loss over a sample's tokens."""
     check(
         [
             case_of(
                 (1, 2, 2),
                 model=TOP_FIRST,
                 ep=2,
-                weights="per_pass",
-                reduction="per_step",
                 sequence_parallel=True,
                 checkpointing="full",
+                **HELD,
             ),
-            case_of((1, 4, 1), model=SIGMOID, ep=2, zero_stage=3, changes=two_shards()),
+            case_of((1, 2, 2, 1), model=SIGMOID, zero_stage=2, ep=2, batch=4),
         ],
         folder,
     )
@@ -272,7 +284,7 @@ def two_shards():
     return {"parallel3d.mesh.dp_shards": 2}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # by default copies of other weights: tests/engine/test_copies.py
 @pytest.mark.parametrize("ep", [1, 2])
 def test_experts_with_copies_of_shards(ep, folder, cpu_adam):
     check(
@@ -292,15 +304,6 @@ def test_experts_with_copies_of_shards(ep, folder, cpu_adam):
         ],
         folder,
     )
-
-
-def test_experts_with_cp(folder):
-    """Each side loss, over a sample's tokens and a microbatch's, with the experts divided or not.
-
-    With a rank's own means the norm of the gradients would differ by 1e-3.
-    """
-    check([case_of((1, 1, 2, 1), zero_stage=1, batch=4, checkpointing="full")], folder)
-    check([case_of((1, 2, 2, 1), model=SIGMOID, zero_stage=1, ep=2, batch=4)], folder)
 
 
 @pytest.mark.slow  # by default each without the other
@@ -366,14 +369,10 @@ def test_experts_with_cp_on_every_mesh(mesh, ep, folder, cpu_adam):
     check(cases, folder)
 
 
-def test_muon(folder):
-    """Each expert's matrix has a home, which need not be one of its owners.
-
-    `test_muon_on_every_mesh` has tensor parallelism, too.
-    """
+@pytest.mark.slow  # by default test_on_two_ranks has Muon without stages
+def test_muon_with_stages(folder):
+    """Each expert's matrix has a home, which need not be one of its owners."""
     check([case_of((2, 2, 1), "one_f_one_b", ep=2, zero_stage=0, muon=True)], folder)
-    held = {"weights": "per_pass", "reduction": "per_step"}
-    check([case_of((1, 2, 1), model=SIGMOID, ep=2, muon=True, **held)], folder)
 
 
 @pytest.mark.slow

@@ -12,11 +12,10 @@ from tests.cases import Case, Trainer
 
 pytestmark = pytest.mark.gloo
 
-LAYERS = 4
-SMALL = {"steps": 2, "microbatches": 3, "batch": 12, "model": {"num_hidden_layers": LAYERS}}
+SMALL = {"steps": 2, "microbatches": 3, "batch": 12, "model": {"num_hidden_layers": 4}}
 OVERLAP = "zero_optimization.overlap_comm"
 BUCKET = {"zero_optimization.reduce_bucket_size": 2000}  # less than a block
-FEW = SMALL | {"microbatches": 2, "batch": 8}
+FEW = SMALL | {"microbatches": 2, "batch": 8, "model": {"num_hidden_layers": 2}}
 CASES = {
     "zero 3": Case(mesh=(1, 2, 1), weights="per_step", **FEW),
     "zero 0": Case(mesh=(1, 2, 1), zero_stage=0, **FEW),
@@ -106,9 +105,9 @@ def check(case):
         assert at == last and at
         names = [name for _, what in inside(under, "reduced") for name in what]
         everything = sorted(set(names))
-        assert sorted(names) == sorted(everything * case.steps) and len(everything) > 12 * (
-            LAYERS // case.mesh[0] - 1
-        )
+        blocks = case.model["num_hidden_layers"] // case.mesh[0]
+        assert sorted(names) == sorted(everything * case.steps)
+        assert len(everything) > 12 * (blocks - 1)
 
 
 @pytest.mark.parametrize("name", CASES)
