@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel3d.tensor import compiled
-from parallel3d.tensor.pointwise import rms_norm
+from parallel3d.tensor.pointwise import layer_norm
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE
 from tests.cases import Case, Trainer
@@ -25,6 +25,9 @@ LLAMA = {
 }
 UNTIED = {"num_hidden_layers": 2, "tie_word_embeddings": False}
 SMALL = {"steps": 3, "batch": 8, "microbatches": 2}
+SEED = "the seed of a dropout mask"
+ACROSS = "a collective of tensor parallelism"
+APART = "documents, whose lengths are known at run time"
 
 
 @contextmanager
@@ -74,6 +77,12 @@ def check(cases, backend, timeout=60, evaluations=2):
     ranks = run_locally(
         train_each, jobs[0][0].world_size, jobs, backend, evaluations, timeout=timeout
     )
+    compare(cases, ranks, evaluations)
+    return ranks
+
+
+def compare(cases, ranks, evaluations):
+    """Compare what `train_each` returned on each rank with the reference and the breaks."""
     for (case, breaks), *results in zip(cases, *ranks, strict=True):
         errors = errors_of(case.config, [measured for measured, _ in results])
         assert errors.within(TOLERANCE["fp32"]), errors
@@ -83,7 +92,6 @@ def check(cases, backend, timeout=60, evaluations=2):
             assert len({counted.graphs for counted in evaluated}) == min(evaluations, 1)
             assert third.breaks.keys() == set(breaks), third.breaks
             assert not third.limits
-    return ranks
 
 
 def case(mode, **settings):
@@ -91,20 +99,48 @@ def case(mode, **settings):
     return Case(**{"model": LLAMA, "tied": False, "changes": changes, **SMALL, **settings})
 
 
-def test_functions_between_products_and_blocks_are_compiled_once():
-    """Under ZeRO-3, whose hooks stay outside, and with blocks that are computed again.
+# Under ZeRO-3, whose hooks stay outside, and with blocks that are computed again. Blocks with
+# documents of changing lengths: each was guarded, so that after eight microbatches all blocks ran
+# as they are, in silence.
+BY_DEFAULT = [
+    case("pointwise", checkpointing="full", model=LLAMA | {"num_hidden_layers": 1}),
+    case(
+        "block",
+        zero_stage=1,
+        batch=10,
+        microbatches=10,
+        changes={"parallel3d.train.compile": "block", "parallel3d.data.isolate_documents": True},
+        model=UNTIED | {"num_hidden_layers": 1},
+    ),
+]
+BREAKS = [[], [APART]]
 
-    Blocks with documents of changing lengths: each was guarded, so that after eight microbatches
-    all blocks ran as they are, in silence.
-    """
-    changes = {"parallel3d.train.compile": "block", "parallel3d.data.isolate_documents": True}
-    settings = {"zero_stage": 1, "batch": 10, "microbatches": 10, "changes": changes}
-    settings["model"] = UNTIED | {"num_hidden_layers": 1}
-    cases = [
-        (case("pointwise", checkpointing="full"), []),
-        (case("block", **settings), [APART]),
-    ]
-    check(cases, "aot_eager", evaluations=0)
+
+def everything_on_rank(rank, jobs, widths):
+    """Each in turn in one process, in which torch's compiler starts once: it takes seconds."""
+    graphs = graphs_of_norms(widths)
+    forget_graphs()
+    breaks = break_that_comes_late()
+    forget_graphs()
+    return train_each(rank, jobs, "aot_eager", 0), graphs, breaks
+
+
+def forget_graphs():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.fixture(scope="module")
+def compiled_in_one_process():
+    """Trained cases, counts of graphs before and beyond the limit, and breaks by a late import."""
+    jobs = [(case, case.reference) for case in BY_DEFAULT]
+    (results,) = run_locally(everything_on_rank, 1, jobs, range(8, 17), timeout=120)
+    return results
+
+
+def test_functions_between_products_and_blocks_are_compiled_once(compiled_in_one_process):
+    trained, _, _ = compiled_in_one_process
+    compare(list(zip(BY_DEFAULT, BREAKS, strict=True)), [trained], evaluations=0)
 
 
 MOE = {"family": "moe", "num_experts": 4, "num_hidden_layers": 1}
@@ -129,9 +165,6 @@ def test_rows_sent_to_experts_are_not_compiled():
 
 
 MASKED = {"num_hidden_layers": 2, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
-SEED = "the seed of a dropout mask"
-ACROSS = "a collective of tensor parallelism"
-APART = "documents, whose lengths are known at run time"
 
 IN_FULL = {
     "llama": case("pointwise", zero_stage=3, mesh=(2, 1, 2), sequence_parallel=True),
@@ -218,12 +251,12 @@ class Doubled(torch.nn.Module):
         return 2 * x
 
 
-def graphs_of_norms(rank, widths):
+def graphs_of_norms(widths):
     """What was compiled for norms of many widths, then for a block of even more shapes."""
-    compiled.GRAPHS = 9
-    with by("eager"):
+    with by("eager"), patch.object(compiled, "GRAPHS", 9):
         for width in widths:
-            rms_norm.compiled(torch.ones(2, width), torch.ones(width), 1e-5)
+            ones = torch.ones(width)
+            layer_norm.compiled(torch.ones(2, width), ones, ones, 1e-5)
         first = compiled.counts()
         block = Doubled()
         compiled.compile_block(block)
@@ -232,20 +265,22 @@ def graphs_of_norms(rank, widths):
         return first, compiled.counts(), compiled.describe("block")
 
 
-def test_many_widths_of_norms_are_compiled_and_a_reached_limit_is_reported():
+def test_many_widths_of_norms_are_compiled_and_a_reached_limit_is_reported(
+    compiled_in_one_process,
+):
     """torch's limit of eight raised FailOnRecompileLimitHit at the first evaluation after it."""
-    ((first, second, text),) = run_locally(graphs_of_norms, 1, range(8, 17), timeout=60)
+    _, (first, second, text), _ = compiled_in_one_process
     assert first.graphs == 9 and not first.limits
     assert second.limits and "WARNING" in text
 
 
-def break_that_comes_late(rank):
+def break_that_comes_late():
     """Graph breaks in a block that calls a function whose file is imported after another's."""
     compiled.compile_block(torch.nn.Linear(2, 2))
     late = compiled.graph_break("imported late")(lambda x: x + 1)
     return torch._dynamo.explain(lambda x: late(x * 2) * 2)(torch.ones(2)).graph_break_count
 
 
-def test_functions_imported_late_are_skipped_too():
+def test_functions_imported_late_are_skipped_too(compiled_in_one_process):
     """A family's blocks are; experts' products, traced into a graph, stopped the run."""
-    assert run_locally(break_that_comes_late, 1) == [1]
+    assert compiled_in_one_process[2] == 1
