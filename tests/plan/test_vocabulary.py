@@ -84,8 +84,8 @@ def test_smallest_plan_is_smaller_than_all_rows(fixed):
     changes |= {"train_batch_size": 32, "gradient_accumulation_steps": None}
     changes |= {"parallel3d.mesh": "plan", "bf16": {"enabled": True}}
     config = config_of("train", **changes, train_micro_batch_size_per_gpu=None)
-    free = search(request_of(config, described, 4), rows=3)
-    held = search(request_of(config, described, 4, fixed), rows=3)
+    free = search(request_of(config, described, 2), rows=3)
+    held = search(request_of(config, described, 2, fixed), rows=3)
     for ranking in (free, held):
         assert ranking.too_large and not ranking.plans
         least = min(plan.memory.total for plan in ranking.too_large)
