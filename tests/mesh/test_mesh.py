@@ -131,7 +131,8 @@ def test_hosts_that_disagree_about_the_copies_are_refused_by_all_ranks():
         pytest.param(
             [(1, 1, 4, 1), (1, 1, 2, 2), (2, 1, 2, 1), (1, 2, 2, 1)], marks=pytest.mark.slow
         ),
-        [(1, 2, 2, 2), (2, 1, 2, 2)],
+        [(2, 1, 2, 2)],
+        pytest.param([(1, 2, 2, 2)], marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -211,7 +212,7 @@ def silent_peer(rank, waits, given_up):
     mesh.join_pair(0, 1)
     mesh.barrier()
     # Not before: the other one may be late by more than that on a busy machine.
-    mesh.set_timeouts(0.5)
+    mesh.set_timeouts(0.2)
     if rank == 1:
         while not given_up.exists():
             time.sleep(0.02)
@@ -232,7 +233,7 @@ def test_silent_peer_is_given_up(waits, tmp_path):
     """Without `set_timeouts` it would take half an hour."""
     waited, _ = run_locally(silent_peer, 2, waits, tmp_path / "given up", timeout=30)
     assert len(waited) == len(waits)
-    assert all(0.4 < seconds < 20 for seconds in waited), waited
+    assert all(0.15 < seconds < 20 for seconds in waited), waited
 
 
 def helpers_on_rank(rank):

@@ -39,13 +39,20 @@ MOE = {
     "intermediate_size": 48,
 }
 # Each schedule and ZeRO stage once, and each axis. By default each axis, a schedule of one stage a
-# rank, one of several, and one that splits backwards: the others send and wait by the same methods.
+# rank, and one of several that splits backwards: the others send and wait by the same methods.
 FEW = [
     Case(mesh=(2, 1, 2), schedule="one_f_one_b", zero_stage=1, sequence_parallel=True, **SMALL),
-    Case(mesh=(2, 2, 1), schedule="v_shape", zero_stage=3, changes=OVERLAP, **TWO),
-    Case(mesh=(2, 2, 1), schedule="zero_bubble", weights="per_step", **SMALL),
+    Case(
+        mesh=(2, 2, 1),
+        schedule="zb_v",
+        weights="per_step",
+        changes=OVERLAP,
+        **TWO | {"microbatches": 4},
+    ),
 ]
 OTHERS = [
+    Case(mesh=(2, 2, 1), schedule="v_shape", zero_stage=3, changes=OVERLAP, **TWO),
+    Case(mesh=(2, 2, 1), schedule="zero_bubble", weights="per_step", **SMALL),
     Case(mesh=(2, 2, 1), schedule="gpipe", zero_stage=0, reduction="per_microbatch", **SMALL),
     Case(mesh=(2, 2, 1), schedule="interleaved", zero_stage=2, **TWO),
     Case(mesh=(2, 2, 1), schedule="breadth_first", weights="per_pass", **TWO),
