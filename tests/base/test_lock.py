@@ -76,6 +76,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(lock, "BEAT", 0.05)
     monkeypatch.setattr(lock, "MISSED", 6)
     monkeypatch.setattr(lock, "_NAP", 0.02)
+    monkeypatch.setattr(lock, "_WRITTEN", 0.1)
 
 
 @pytest.fixture

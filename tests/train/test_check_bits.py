@@ -16,7 +16,7 @@ from tests.train.running import folder_of, start
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
-CLEAN = 3  # steps before the faults; each is checked
+CLEAN = 1  # steps before the faults; each is checked
 
 
 def flip(trainer, kind, name, bit):
@@ -63,9 +63,21 @@ def check_on_rank(rank, case, faults):
     return messages
 
 
-def check(case, faults, expected):
-    """Each fault must name its kind of copy, its parameter and these ranks, on all ranks alike."""
-    ranks = run_locally(check_on_rank, case.world_size, case, faults)
+def check_all_on_rank(rank, checks):
+    return [check_on_rank(rank, case, faults) for case, faults, _ in checks]
+
+
+def check(*checks):
+    """Run checks (case, faults, expected) in the same ranks.
+
+    Each fault must name its kind of copy, its parameter and these ranks, on all ranks alike.
+    """
+    results = run_locally(check_all_on_rank, checks[0][0].world_size, checks)
+    for (_, _, expected), ranks in zip(checks, zip(*results, strict=True), strict=True):
+        check_messages(ranks, expected)
+
+
+def check_messages(ranks, expected):
     assert all(messages == ranks[0] for messages in ranks)
     for text, (what, name, named) in zip(ranks[0], expected, strict=True):
         assert text.startswith(f"{what} differ in {name}: "), text
@@ -76,6 +88,7 @@ def check(case, faults, expected):
 REPLICAS = "data-parallel replicas"
 TP = "tensor-parallel copies"
 TIED = "tied weights"
+SHARDS = "copies of shards"
 NORMS = "gradient norms"
 CUT = "blocks.1.mlp.up.weight"
 UNCUT = "blocks.0.norm1.weight"
@@ -84,37 +97,34 @@ LAST = "head.norm.bias"
 BITS = [0, 12, 22, 23, 30, 31]
 
 
+def two_shards(number=2):
+    return {"changes": {"parallel3d.mesh.dp_shards": number}}
+
+
 def settings(**more):
     sizes = {"batch": 12, "microbatches": 2, "steps": CLEAN, "model": {"num_hidden_layers": 2}}
     return sizes | more
 
 
-def test_replicas_over_dp():
-    """Of three, the one that differs from two is named; each kind of state is compared."""
+def test_replicas_and_copies_of_shards_over_dp():
+    """Of three, the one that differs from two is named; each kind of state is compared.
+
+    Masters and moments that are sharded have copies, too.
+    """
     faults = [(2, "weight", CUT, 0), (1, "exp_avg_sq", UNCUT, 31), (0, "norm", "", 0)]
     expected = [(REPLICAS, CUT, [2]), (REPLICAS, UNCUT, [1]), (NORMS, NORMS, [0])]
-    check(Case((1, 3, 1), zero_stage=0, **settings()), faults, expected)
+    replicas = Case((1, 3, 1), zero_stage=0, **settings()), faults, expected
+    faults = [(2, "master", CUT, 0), (1, "exp_avg_sq", UNCUT, 31)]
+    expected = [(SHARDS, CUT, [2]), (SHARDS, UNCUT, [1])]
+    shards = Case((1, 3, 1), zero_stage=1, **settings(**two_shards(1))), faults, expected
+    check(replicas, shards)
 
 
 def test_copies_over_tp_and_tied_weights():
     """Two copies do not tell which of them is wrong, so both ranks are named."""
     faults = [(3, "master", LAST, 22), (1, "exp_avg", TOKENS, 0)]
     expected = [(TP, LAST, [2, 3]), (TIED, TOKENS, [1, 3])]
-    check(Case((2, 1, 2), zero_stage=1, **settings()), faults, expected)
-
-
-SHARDS = "copies of shards"
-
-
-def two_shards(number=2):
-    return {"changes": {"parallel3d.mesh.dp_shards": number}}
-
-
-def test_copies_of_shards():
-    """Masters and moments have copies over dp; of three, the wrong rank is named alone."""
-    faults = [(2, "master", CUT, 0), (1, "exp_avg_sq", UNCUT, 31)]
-    expected = [(SHARDS, CUT, [2]), (SHARDS, UNCUT, [1])]
-    check(Case((1, 3, 1), zero_stage=1, **settings(**two_shards(1))), faults, expected)
+    check((Case((2, 1, 2), zero_stage=1, **settings()), faults, expected))
 
 
 MORE = [
@@ -137,7 +147,7 @@ MORE = [
 @pytest.mark.parametrize(("mesh", "more", "fault", "expected"), MORE)
 def test_every_bit_on_other_meshes(mesh, more, fault, expected):
     case = Case(mesh, **settings(**more))
-    check(case, [(*fault, bit) for bit in BITS], [expected] * len(BITS))
+    check((case, [(*fault, bit) for bit in BITS], [expected] * len(BITS)))
 
 
 def swap_two_messages(send, tensor, pp_coord, tag):

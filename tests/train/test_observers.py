@@ -16,20 +16,20 @@ from tests.train.running import folder_of, train_on_rank
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
-STEPS = 2
+STEPS = 1
 EVERYTHING = {
     "parallel3d.run.name": "everything",
     "parallel3d.mesh": {"pp": 2, "tp": 1},
     "parallel3d.train.steps": STEPS,
     "parallel3d.pipeline.activation_checkpointing": "none",
-    "parallel3d.train.check_bits": {"every": 1, "recompute_every": 2},
+    "parallel3d.train.check_bits": {"every": 1, "recompute_every": 1},
     "parallel3d.train.on_spike": "skip",
-    "parallel3d.train.noise_scale_every": 2,
-    "parallel3d.train.ema": {"decay": 0.5, "every": 2},
-    "parallel3d.train.evaluate_every": 2,
-    "parallel3d.train.digest_every": 2,
+    "parallel3d.train.noise_scale_every": 1,
+    "parallel3d.train.ema": {"decay": 0.5, "every": 1},
+    "parallel3d.train.evaluate_every": 1,
+    "parallel3d.train.digest_every": 1,
     "parallel3d.train.profile": {"start": 0, "steps": 1, "ranks": [0]},
-    "parallel3d.checkpoint.every": 2,
+    "parallel3d.checkpoint.every": 1,
     "parallel3d.checkpoint.in_memory_every": 1,
     "wall_clock_breakdown": True,
     "comms_logger": {"enabled": True},

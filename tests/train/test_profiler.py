@@ -1,7 +1,6 @@
 """What `train.profile` writes: traces of real ranks on one clock, that tell what really ran."""
 
 import json
-import signal
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +13,14 @@ from parallel3d.schedule.draw import spans_from_json
 from parallel3d.schedule.schedule import Action, add_sharding
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.train import profiler
-from parallel3d.train.ending import DONE, STOPPED
+from parallel3d.train.ending import DONE
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
-from tests.train.test_trainer import on_mesh, raw, run_on_rank, stop_in_step_two  # noqa: F401
+from tests.train.test_trainer import on_mesh, raw, run_on_rank  # noqa: F401
 
 pytestmark = pytest.mark.gloo
 
-CASE = Case(mesh=(2, 1, 1), schedule="v_shape", stages_per_rank=2, microbatches=3, steps=3)
+CASE = Case(mesh=(2, 1, 1), schedule="v_shape", stages_per_rank=2, microbatches=2, steps=3)
 SLACK = 300.0  # microseconds between the clocks of Python and torch
 
 
@@ -54,7 +53,7 @@ def test_each_rank_has_lane_of_steps_and_actions(written):
     _, events = written
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "rank 0 (pp 0, dp 0, tp 0)", 1: "rank 1 (pp 1, dp 0, tp 0)"}
-    schedule = add_sharding(make_schedule("v_shape", 2, 3, 2), "per_microbatch", True)
+    schedule = add_sharding(make_schedule("v_shape", 2, 2, 2), "per_microbatch", True)
     for rank, program in enumerate(schedule.programs):
         spans = own(events, rank)
         actions = [str(action) for action in program]
@@ -120,14 +119,14 @@ def test_files_of_each_rank_and_of_the_last_step(written):
     drawn = {"timeline.json", "timeline.svg", "spans.json"}
     assert files == {"rank-0.json", "rank-1.json", *drawn}
     schedule, spans = spans_from_json(json.loads((directory / "spans.json").read_text()))
-    made = add_sharding(make_schedule("v_shape", 2, 3, 2), "per_microbatch", True)
+    made = add_sharding(make_schedule("v_shape", 2, 2, 2), "per_microbatch", True)
     assert schedule == made
     last = own(events, 1)[-len(made.programs[1]) :]
     for (_, start, end), span in zip(last, spans[1], strict=True):
         assert end - start == pytest.approx((span.end - span.start) * 1e6, abs=2)
     picture = (directory / "timeline.svg").read_text()
-    # Of 4 stages 3 forwards and backwards each, and a reduction.
-    assert "v_shape: step 2, measured" in picture and picture.count("<title>") == 4 * 3 * 2 + 4
+    # Of 4 stages 2 forwards and backwards each, and a reduction.
+    assert "v_shape: step 2, measured" in picture and picture.count("<title>") == 4 * 2 * 2 + 4
 
 
 def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
@@ -200,7 +199,7 @@ def profiled(raw, steps, start, **run):  # noqa: F811
     return config
 
 
-@pytest.mark.slow  # by default the test below, and tests/train/test_observers.py
+@pytest.mark.slow  # by default a stopped run in test_trainer.py, and test_observers.py
 def test_trainer_profiles_configured_steps(raw):  # noqa: F811
     config = profiled(raw, steps=1, start=2)
     config["parallel3d"]["train"]["steps"] = 4
@@ -210,12 +209,3 @@ def test_trainer_profiles_configured_steps(raw):  # noqa: F811
     events = json.loads((directory / "profile" / "timeline.json").read_text())["traceEvents"]
     for rank in (0, 1):
         assert [n for n, *_ in own(events, rank) if n.startswith("step")] == ["step 2"]
-
-
-def test_stopped_run_writes_recorded_profile(raw):  # noqa: F811
-    config = profiled(raw, steps=20, start=1)
-    ranks = run_locally(run_on_rank, 2, config, stop_in_step_two, 1, signal.SIGTERM)
-    assert [ended for ended, _ in ranks] == [STOPPED] * 2
-    file = ranks[0][1].directory / "profile" / "timeline.json"
-    spans = own(json.loads(file.read_text())["traceEvents"], 1)
-    assert [name for name, *_ in spans if name.startswith("step")] == ["step 1"]

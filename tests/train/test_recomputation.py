@@ -13,7 +13,7 @@ from parallel3d.extras.guard.recomputation import Recomputation
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Trainer
 from tests.checkpoint.drill import changed, prepared_config
-from tests.train.running import folder_of, start
+from tests.train.running import folder_of, start_all
 from tests.train.wrong_bits import (
     KINDS,
     MESHES,
@@ -43,7 +43,7 @@ def check_campaign(mesh, zero_stage, faults, share=1.0, **options):
     ids=["few", "all"],
 )
 def test_each_kind_of_fault_is_named_under_zero3(kinds):
-    model = {"num_hidden_layers": 2}
+    model = {"num_hidden_layers": 1}
     check_campaign((1, 2, 1), 3, faults=1, seed=3, kinds=kinds, model=model)
 
 
@@ -117,7 +117,7 @@ def test_third_computation_decides_which_rank_was_wrong():
         assert [re.findall(r"rank (\d) on", text) for text in messages] == [["1"], ["0"]], messages
 
 
-STEPS = 4
+STEPS = 3
 
 
 def spoil_a_layer(rank, culprit, times):
@@ -139,19 +139,23 @@ def spoil_a_layer(rank, culprit, times):
     Recomputation.__init__ = built
 
 
-def run_with(tmp_path, name, fault=None, mesh=(2, 1, 1), **check_bits):
+def run_with(tmp_path, name, fault, **check_bits):
+    """Start a clean run and one with a fault: the latter's ends, both folders, its events."""
     raw = prepared_config(tmp_path)
-    own = {"run.name": name, "train.check_bits": check_bits, "checkpoint.asynchronous": False}
+    own = {"train.steps": STEPS, "checkpoint.asynchronous": False}
     raw = changed(raw, {f"parallel3d.{key}": value for key, value in own.items()})
-    ranks = start(raw, mesh, *(fault or ()))
+    clean = changed(raw, {"parallel3d.run.name": "clean"})
+    own = {"parallel3d.run.name": name, "parallel3d.train.check_bits": check_bits}
+    raw = changed(raw, own)
+    _, ranks = start_all([(clean,), (raw, *fault)], (2, 1, 1))
     events = map(json.loads, (folder_of(raw) / "events.jsonl").read_text().splitlines())
-    return ranks, folder_of(raw), [e for e in events if e["event"] in ("wrong_bits", "rewind")]
+    events = [e for e in events if e["event"] in ("wrong_bits", "rewind")]
+    return ranks, folder_of(raw), folder_of(clean), events
 
 
 def test_rewound_run_ends_with_bits_of_clean_run(tmp_path):
     """A check that differs leaves no trace, nor do those that do not."""
-    _, clean, _ = run_with(tmp_path, "clean")
-    ranks, folder, events = run_with(
+    ranks, folder, clean, events = run_with(
         tmp_path, "spoiled", (spoil_a_layer, 1, 1), recompute_every=1, on_wrong="rewind"
     )
     assert [rank.code for rank in ranks] == [0, 0], ranks
@@ -180,7 +184,7 @@ REJECTED = ["step-1.rejected", "step-2.rejected"]
     ],
 )
 def test_lasting_fault_stops_run(tmp_path, every, expected, kept):
-    ranks, folder, events = run_with(
+    ranks, folder, _, events = run_with(
         tmp_path, "lasting", (spoil_a_layer, 0, 99), recompute_every=every, on_wrong="rewind"
     )
     assert all("after step 3 rank 0 on" in rank.error for rank in ranks), ranks

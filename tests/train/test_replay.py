@@ -21,18 +21,18 @@ from tests.train.running import folder_of, start
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
 # of the whole batch, 2 samples each
-STEP = 4
-MICROBATCHES = 4
+STEP = 3
+MICROBATCHES = 2
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of five steps on 1x2x1, with checkpoints of the steps 2, 4 and 5."""
+    """A run of four steps on 1x2x1, with checkpoints of the steps 1, 3 and 4."""
     raw = prepared_config(tmp_path_factory.mktemp("replay"))
     settings = {f"parallel3d.model.{n}_pdrop": 0.0 for n in ("embd", "resid", "attn")}
     settings |= {"train_batch_size": 2 * MICROBATCHES, "parallel3d.run.name": "run"}
-    settings |= {"parallel3d.checkpoint.every": 2, "parallel3d.train.digest_every": 1}
-    settings |= {"parallel3d.train.steps": STEP + 1, "parallel3d.checkpoint.keep": 3}
+    settings |= {"parallel3d.checkpoint.at": [1, 3], "parallel3d.train.digest_every": 1}
+    settings |= {"parallel3d.train.steps": STEP + 1, "parallel3d.checkpoint.every": 0}
     raw = changed(raw, settings)
     del raw["gradient_accumulation_steps"]
     assert [ended.code for ended in start(raw, (1, 2, 1))] == [DONE] * 2
@@ -96,10 +96,10 @@ def test_replay_has_same_bits_on_same_mesh_and_names_faults_on_another(run):
     (again,), other_rank = run_locally(replay_on_rank, 2, run, (1, 2, 1))
     assert [again] == other_rank
     assert again["same"] and again["bound"] == 0 and again["first_tensor"] is None
-    assert (again["steps"], again["digests"]) == (2, 2)  # after the checkpoint of step 2
-    trace = json.loads((run / "replays/1x2x1/step-4.json").read_text())
+    assert (again["steps"], again["digests"]) == (2, 2)  # after the checkpoint of step 1
+    trace = json.loads((run / "replays/1x2x1/step-3.json").read_text())
     assert len(trace) == 2 * MICROBATCHES * 4
-    faults = [("output", "blocks.1", 2), ("gradient", "blocks.0", 1)]
+    faults = [("output", "blocks.1", 1), ("gradient", "blocks.0", 0)]
     ((clean, output, gradient),) = run_locally(replay_on_rank, 1, run, (1, 1, 1), faults)
     assert clean["same"] and clean["bound"] == 1e-4 and clean["digests"] == 0
     for report, (kind, layer, microbatch) in zip((output, gradient), faults, strict=True):
@@ -126,7 +126,7 @@ def test_other_meshes(run, sizes):
 
 
 def test_other_steps_are_refused(run):
-    with pytest.raises(CheckpointError, match=r"--step 2: .* has no checkpoint before it"):
-        replaying.replay_config(run, 2, None, [])
-    with pytest.raises(CheckpointError, match=r"--step 9: .* has 5 steps"):
+    with pytest.raises(CheckpointError, match=r"--step 1: .* has no checkpoint before it"):
+        replaying.replay_config(run, 1, None, [])
+    with pytest.raises(CheckpointError, match=r"--step 9: .* has 4 steps"):
         replaying.replay_config(run, 9, None, [])

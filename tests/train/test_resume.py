@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
 HOME = (1, 2, 1)
 BATCH = 8
-HALF = 4
-STEPS = 6
+HALF = 2
+STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def config(tmp_path_factory):
     raw = prepared_config(tmp_path_factory.mktemp("resume"))
     model = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
     settings = {f"parallel3d.model.{name}": value for name, value in model.items()}
-    settings |= {"parallel3d.train.steps": STEPS, "parallel3d.checkpoint.every": 2}
+    settings |= {"parallel3d.train.steps": STEPS, "parallel3d.checkpoint.every": 1}
     settings |= {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 2}
     raw = changed(raw, settings | {"parallel3d.pipeline.activation_checkpointing": "none"})
     del raw["gradient_accumulation_steps"]  # follows from batch, micro batch and dp
@@ -45,7 +45,7 @@ def named(raw, name, **changes):
 
 @pytest.fixture(scope="module")
 def half(config):
-    """The folder of a run that was stopped half-way, with checkpoints of the steps 2 and 4."""
+    """The folder of a run that was stopped half-way, with checkpoints of the steps 1 and 2."""
     raw = named(config, "half", parallel3d__train__stop_after=HALF)
     ranks = start(raw, HOME)
     assert [ended.code for ended in ranks] == [STOPPED] * 2, ranks
@@ -183,7 +183,7 @@ def test_length_in_tokens_and_epochs_with_another_batch(config, length, samples)
 
 def test_length_in_steps_stays(config):
     resolved = RunConfig.from_dict(config).resolve(2).with_corpus(280, 1000)
-    assert resolved.resumed(3, 17).num_steps == STEPS
+    assert resolved.resumed(1, 17).num_steps == STEPS
 
 
 def split_in_another_way(rank):
@@ -197,7 +197,7 @@ def test_another_run_is_refused_by_name(config, half):
         f"parallel3d.data.sequence_length was {LENGTH} and is now 8": {
             "parallel3d__data__sequence_length": 8
         },
-        "step-4/tokenizer to go on with the run's own": {"parallel3d__data__vocab_size": 270},
+        f"step-{HALF}/tokenizer to go on with the run's own": {"parallel3d__data__vocab_size": 270},
         "is of another model: blocks.1.": {"parallel3d__model__num_hidden_layers": 1},
         "is of another model: embedding.token.weight has shape": {
             "parallel3d__model__hidden_size": 16
@@ -216,7 +216,7 @@ def test_another_run_is_refused_by_name(config, half):
         errors = {ended.error for ended in ranks}
         (error,) = errors
         assert error.startswith("CheckpointError: ") and expected in error, error
-        assert "another run.name" in error and "step-4" in error, error
+        assert "another run.name" in error and f"step-{HALF}" in error, error
         assert not any(ended.samples for ended in ranks)
 
 
@@ -232,7 +232,7 @@ def test_another_corpus_is_said(config, half):
     raw = copied(half, config, "corpus", **changes)
     ranks = start(raw, HOME)
     assert [ended.code for ended in ranks] == [DONE] * 2, ranks
-    assert ranks[0].says("the corpus has changed since the checkpoint: sample 32") == 1
+    assert ranks[0].says("the corpus has changed since the checkpoint: sample 16") == 1
 
 
 def see_damage(rank, step, culprit=1):
@@ -263,9 +263,9 @@ def test_run_resumes_from_requested_or_newest_valid_checkpoint(config, half):
     raws = {name: copied(half, config, name) for name in names if name != "path"}
     (folder_of(raws["newest"]) / "checkpoints/latest").write_text("step-99\n")
     (folder_of(raws["one-rank-sees-damage"]) / "checkpoints/latest").unlink()
-    raws["step"] = named(raws["step"], "step", **{key: 2})
-    raws["path"] = named(config, "path", **{key: str(half / "checkpoints/step-2")})
-    raws["restart"] = named(raws["restart"], "restart", **{key: 2})
+    raws["step"] = named(raws["step"], "step", **{key: 1})
+    raws["path"] = named(config, "path", **{key: str(half / "checkpoints/step-1")})
+    raws["restart"] = named(raws["restart"], "restart", **{key: 1})
     for file in (folder_of(raws["fresh"]) / "checkpoints").glob("step-*/manifest.json"):
         flip(file)
     before = {path: path.stat().st_mtime_ns for path in half.rglob("*")}
@@ -275,9 +275,9 @@ def test_run_resumes_from_requested_or_newest_valid_checkpoint(config, half):
     runs = [(raws[name], *how) for name, how in disturbances.items()]
     results = dict(zip(disturbances, start_all(runs, (1, 1, 1)), strict=True))
     damaged = raws["one-rank-sees-damage"]
-    results["one-rank-sees-damage"] = start(damaged, HOME, see_damage, 4)
-    starts = {"newest": 4, "one-rank-sees-damage": 2, "step": 2, "path": 2, "fresh": 0}
-    starts |= {"restart": 4}  # the run's own newest is further than what was asked for
+    results["one-rank-sees-damage"] = start(damaged, HOME, see_damage, HALF)
+    starts = {"newest": 2, "one-rank-sees-damage": 1, "step": 1, "path": 1, "fresh": 0}
+    starts |= {"restart": 2}  # the run's own newest is further than what was asked for
     for name, ranks in results.items():
         assert [ended.code for ended in ranks] == [DONE] * len(ranks), (name, ranks)
         first = starts[name]
@@ -285,23 +285,23 @@ def test_run_resumes_from_requested_or_newest_valid_checkpoint(config, half):
         folder = (half if name == "path" else folder_of(raws[name])) / "checkpoints"
         resumptions = ranks[0].says(f"resume  from {folder}/step-{first}: step {first} of {STEPS}")
         assert resumptions == (first > 0), (name, ranks[0].printed)
-        begin = 1 if name != "path" else 3
+        begin = 1 if name != "path" else 2
         assert [line["step"] for line in lines(raws[name])] == list(range(begin, STEPS + 1)), name
     rejected = results["one-rank-sees-damage"][0]
-    assert rejected.says("resume  step-4 is rejected: ") == 1
+    assert rejected.says("resume  step-2 is rejected: ") == 1
     assert rejected.says("its contents do not match (seen by rank 1)") == 1
     for name in ("one-rank-sees-damage", "step"):
-        assert steps_saved(raws[name]) == ["step-4", "step-4.rejected", "step-6"], name
-        assert results[name][0].says("step-4.rejected") == 1, name
+        assert steps_saved(raws[name]) == ["step-2", "step-2.rejected", "step-3"], name
+        assert results[name][0].says("step-2.rejected") == 1, name
     assert results["fresh"][0].says("NOTHING TO RESUME") == 1
     assert results["fresh"][0].says("resume  step-") == 2
-    assert "step-4.rejected" in steps_saved(raws["fresh"])
+    assert "step-2.rejected" in steps_saved(raws["fresh"])
     assert before == {path: path.stat().st_mtime_ns for path in half.rglob("*")}
     # The journal of a run that went on has both launches and both ends.
     journal = (folder_of(raws["newest"]) / "events.jsonl").read_text().splitlines()
     told = [(event["event"], event["step"]) for event in map(json.loads, journal)]
-    starts = [("launch", 0), ("first_step", 1)], [("launch", 4), ("first_step", 5)]
-    assert told == [*starts[0], ("end", 4), *starts[1], ("end", 6)]
+    starts = [("launch", 0), ("first_step", 1)], [("launch", 2), ("first_step", 3)]
+    assert told == [*starts[0], ("end", 2), *starts[1], ("end", 3)]
     first, _, end, *_ = map(json.loads, journal)
     assert (first["mesh"], first["device"], first["hardware"]) == ("1x2x1", "cpu", None)
     assert end["stopped"] and len(end["peak_memory_bytes"]) == 2
@@ -309,11 +309,11 @@ def test_run_resumes_from_requested_or_newest_valid_checkpoint(config, half):
 
 def test_impossible_resume_request_is_fatal(config, half):
     key = "parallel3d__checkpoint__resume"
-    bad = folder_of(copied(half, config, "damaged")) / "checkpoints/step-4"
+    bad = folder_of(copied(half, config, "damaged")) / "checkpoints/step-2"
     flip(bad / "shard-00001-of-00002.safetensors")
     cases = [
         (copied(half, config, "f0", **{key: 3}), "/step-3 is rejected: "),
-        (named(config, "damaged", **{key: 4}), "do not match the manifest"),
+        (named(config, "damaged", **{key: 2}), "do not match the manifest"),
         (named(config, "f2", **{key: str(bad)}), "do not match the manifest"),
         (named(config, "f3", **{key: "/nowhere/step-4"}), "/nowhere/step-4"),
         (named(config, "f4", **{key: 4}), "checkpoint.resume = 4: a step needs"),

@@ -65,8 +65,8 @@ def raw(tmp_path_factory):
         },
         "train": {
             "steps": STEPS,
-            "evaluate_every": 2,
-            "evaluate_samples": 40,  # no multiple of the batch: the last one is filled up
+            "evaluate_every": 4,
+            "evaluate_samples": 24,  # no multiple of the batch: the last one is filled up
             "lr_schedule": {"type": "cosine", "warmup_steps": 2},
             "timeout_seconds": 60,
         },
@@ -172,7 +172,7 @@ def test_one_process_and_many_tell_the_same_story(raw, mesh):
         assert seen.result.mean_loss == pytest.approx(np.mean([line["loss"] for line in lines]))
         curves.append(lines)
         for step, line in enumerate(lines, 1):
-            evaluated = step in (2, 4, STEPS)
+            evaluated = step in (4, STEPS)
             assert list(line) == KEYS + ["held_out_loss", "validation"] * evaluated
             assert line["step"] == step
             assert line["tokens"] == step * batch * LENGTH
@@ -192,7 +192,7 @@ def test_one_process_and_many_tell_the_same_story(raw, mesh):
             assert result.loss == lines[-1]["loss"]
             assert result.held_out_loss == lines[-1]["held_out_loss"]
             assert len(result.peak_memory_bytes) == len(ranks)
-        check_losses(lines[-1], seen.directory, corpus, samples=40, length=LENGTH)
+        check_losses(lines[-1], seen.directory, corpus, samples=24, length=LENGTH)
         # Once the first step is done, with the setting's value, on every rank.
         assert all(seen.timeouts[0] == (1, 60) for _, seen in ranks)
     for one, other in zip(*curves, strict=True):
@@ -300,7 +300,8 @@ def stop_in_step_two(rank, culprit, number):
 
 @pytest.mark.parametrize(("culprit", "number"), STOPS)
 def test_request_to_stop_on_one_rank_stops_all_at_one_step(raw, culprit, number):
-    config = on_mesh(raw, 2, 1, 1, steps=40)
+    """The profile that was begun is written, too."""
+    config = on_mesh(raw, 2, 1, 1, steps=40, profile={"start": 1, "steps": 20})
     ranks = run_locally(run_on_rank, 2, config, stop_in_step_two, culprit, number)
     assert [ended for ended, _ in ranks] == [STOPPED] * 2
     for result in [seen.result for _, seen in ranks]:
@@ -311,3 +312,6 @@ def test_request_to_stop_on_one_rank_stops_all_at_one_step(raw, culprit, number)
     assert [step for step, _ in step_folders(directory / "checkpoints")] == [2]
     assert verify(directory / "checkpoints/step-2") == []
     assert not (directory / "weights").exists()
+    timeline = json.loads((directory / "profile/timeline.json").read_text())["traceEvents"]
+    spans = [event["name"] for event in timeline if (event["ph"], event["pid"]) == ("X", 1)]
+    assert [name for name in spans if name.startswith("step")] == ["step 1"]
