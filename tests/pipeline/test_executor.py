@@ -210,7 +210,13 @@ def train_and_evaluate(case, evaluations):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(mesh=(2, 1, 1), batch=4, microbatches=2, checkpointing="full", model=DROPOUT),
+        Case(
+            mesh=(2, 1, 1),
+            batch=4,
+            microbatches=2,
+            checkpointing="full",
+            model=DROPOUT | {"num_hidden_layers": 1},
+        ),
         slow(
             Case(
                 mesh=(1, 2, 1),

@@ -110,15 +110,30 @@ def test_sizes_batch_and_length(name):
     assert config.with_corpus(config.model.vocab_size, 10**9).model == config.model
 
 
+def with_few_blocks(config):
+    """A config with two blocks a stage, each of the full size."""
+    ranks = config.mesh.sizes.ranks
+    raw = config.to_dict()
+    num_stages = config.mesh.pp * config.pipeline.stages_per_rank
+    raw["parallel3d"]["model"]["num_hidden_layers"] = 2 * num_stages
+    return RunConfig.from_dict(raw).resolve(ranks).completed()
+
+
 # The largest mesh, and one of each family. tests/models/ has the ways of heads and norms.
-MET = {"gpt3-175b", "llama-8b", "pythia-70m"}
+MET = ("gpt3-175b", "llama-8b", "pythia-70m")
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in MET else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+    ("name", "is_short"),
+    [
+        *((name, True) for name in MET),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in NAMES),
+    ],
 )
-def test_layers_of_first_middle_and_last_rank_on_the_meta_device(name, join):
+def test_layers_of_first_middle_and_last_rank_on_the_meta_device(name, is_short, join):
     config = resolved(name)
+    if is_short:
+        config = with_few_blocks(config)
     sizes = config.mesh
     pipeline = config.pipeline
     layers = models.layers(config.model)

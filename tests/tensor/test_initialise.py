@@ -67,7 +67,7 @@ def ranges(draw):
     return spec_of(shape, init), cut, start, stop
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(ranges())
 def test_every_range_of_every_cut_has_the_same_bits(example):
     spec, cut, start, stop = example

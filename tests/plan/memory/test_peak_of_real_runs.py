@@ -50,7 +50,7 @@ CASES = {
             **FULL,
         }
     ],
-    (2, 1, 1): [deep(M=4, schedule="interleaved", v=2)],
+    (2, 1, 1): [deep(M=2, schedule="interleaved", v=2)],
 }
 MOE = {"family": "moe", "num_experts": 8, "moe_intermediate_size": 128}
 OTHERS = {
