@@ -35,7 +35,7 @@ MORE = [
         stages_per_rank=2,
         weights="per_step",
         sequence_parallel=True,
-        **FEW,
+        **SMALL,
     ),
     Case(mesh=(2, 1, 2), schedule="one_f_one_b", zero_stage=1, **SMALL),
     Case(mesh=(2, 2, 1), schedule="one_f_one_b", weights="per_step", **SMALL),
