@@ -12,6 +12,12 @@ from tests.data.documents import TEXTS, Settings
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch):
+    """Nothing here cuts the power, and a tenth of the time were calls of fsync."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder of documents that are awkward in every way that should not matter."""

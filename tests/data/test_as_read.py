@@ -34,7 +34,7 @@ def hasty(monkeypatch):
 def texts_of(number):
     """The documents of a shard: some are longer than many samples."""
     rng = np.random.default_rng(number)
-    sizes = [1, *rng.integers(1, 40, 9 + number).tolist(), 150]
+    sizes = [1, *rng.integers(1, 40, 3 + number).tolist(), 60]
     return [" ".join(f"w{x}" for x in rng.integers(0, 999, size)) for size in sizes]
 
 

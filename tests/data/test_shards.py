@@ -23,7 +23,7 @@ from tests.data.documents import Settings, contents
 
 pytestmark = pytest.mark.gloo
 
-SHARD_BYTES = 4000
+SHARD_BYTES = 8000
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ PREPARE = """
 import json, os, psutil, signal, sys
 sys.path.insert(0, sys.argv[1])
 from parallel3d.data import shards
-shards.SHARD_BYTES, shards.BATCH_BYTES = 4000, 500
+shards.SHARD_BYTES, shards.BATCH_BYTES = 8000, 500
 from parallel3d.data.prepare import prepare
 from tests.data.documents import Settings
 
