@@ -71,7 +71,7 @@ def machine(monkeypatch):
 def plant(monkeypatch):
     monkeypatch.setattr(calibration, "_devices", lambda: (False, 2))
     monkeypatch.setattr(calibration, "_measure", lambda ranks, effort: planted(ranks))
-    few = small_runs(2)[::2]  # the fit's time grows with their number
+    few = small_runs(2)[::3]  # the fit's time grows with their number
     runs = [(run, Timed(0.05 * (1 + run.layers) * run.mesh.ranks, 0.01)) for run in few]
     monkeypatch.setattr(calibration, "_steps", lambda ranks, effort: runs)
 

@@ -57,9 +57,16 @@ def go_on(run, config, mesh=(1, 1, 1), *options):
 
 def _train(words, folder, log, variables):
     from launch.train import main
+    from parallel3d.engine import selftest
+    from parallel3d.train import known_hardware
 
     become(words, folder, log, variables)
-    main()
+    # What costs time and is tested elsewhere.
+    with (
+        patch.object(known_hardware, "peak", lambda config, mesh: ("a peak of mine", 1e12)),
+        patch.object(selftest, "self_test", lambda *args: None),
+    ):
+        main()
 
 
 def losses_of(run):

@@ -208,7 +208,13 @@ def test_planted_faults_are_found():
         ),
         pytest.param("bloom", {"changes": ISOLATED}, "isolate_documents", id="own attention"),
         pytest.param("lfm2", {"mesh": (1, 1, 2, 1)}, "mesh.cp", id="convolution"),
-        pytest.param("olmo_hybrid", {"changes": ISOLATED}, "isolate_documents", id="recurrence"),
+        pytest.param(
+            "olmo_hybrid",
+            {"changes": ISOLATED},
+            "isolate_documents",
+            id="recurrence",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_mixing_of_tokens_beside_attention_is_refused(kind, settings, place):

@@ -19,6 +19,7 @@ OLD = {
 }
 
 
+@pytest.mark.slow  # 44 layers; by default the counts of Pythia
 def test_parameters_with_and_without_embeddings():
     """Those of GPT-NeoX-20B (its model card)."""
     fields = {

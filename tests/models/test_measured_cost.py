@@ -32,7 +32,7 @@ CONFIGS = {
     "moe": small("moe", **SIZES),
 }
 TPS = {"llama": [2], "window": [], "gpt": [], "moe": []}
-KINDS = {"llama": [SELECTIVE], "window": [FULL], "gpt": [], "moe": []}
+KINDS = {"llama": [], "window": [FULL], "gpt": [SELECTIVE], "moe": []}
 ALL_TPS = [2, 4]
 ALL_KINDS = [SELECTIVE, FULL, parse("mlp"), parse("layernorm+mlp_act")]
 TRAFFIC = 0.1  # the bound of test_layer_cost_of_torch.py
@@ -110,8 +110,8 @@ def test_measured_traffic_is_close_to_the_declared(costs):
 
 
 MESHES = (
-    {"pp": 2, "dp": 4, "tp": 2, "recompute": SELECTIVE},
-    {"pp": 1, "dp": 8, "tp": 2, "sequence_parallel": True, "recompute": SELECTIVE},
+    {"pp": 2, "dp": 4, "tp": 2},
+    {"pp": 1, "dp": 8, "tp": 2, "sequence_parallel": True},
 )
 
 

@@ -107,7 +107,7 @@ def test_field_with_a_known_name_and_more_words_is_noted():
     assert config.facts.unknown == ("swa_num_attention_heads",)
 
 
-@pytest.mark.parametrize("kind", ["olmo2", "phi3"])
+@pytest.mark.parametrize("kind", [pytest.param("olmo2", marks=pytest.mark.slow), "phi3"])
 def test_null_of_a_field_that_the_class_lacks_is_as_if_it_were_missing(kind):
     """Files that were written from another class have "head_dim": null."""
     fields = small_config(kind)
