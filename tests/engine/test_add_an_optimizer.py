@@ -43,6 +43,7 @@ def errors_of(config, reference, **task):
 
 
 def test_optimizer_of_the_page_trains_like_pytorch_and_resumes(tmp_path):
+    run_locally(abs, 1)  # so that the server that forks ranks does not inherit the scratch folder
     with scratch(tmp_path / "mine") as folder:
         config = RunConfig.from_dict(raw_config(folder))
         replicas = MeshSizes(dp=2)

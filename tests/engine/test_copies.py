@@ -1,5 +1,7 @@
 """Copies of ZeRO's shards (mesh.dp_shards): every mode equals one process of plain transformers."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from parallel3d.mesh.traffic import Traffic
@@ -31,13 +33,21 @@ CASES = {
         reduction="per_microbatch", offload="cpu", changes=MUON
     ),
     "zero1 offloaded, one rank a copy": case_of(
-        mesh=(1, 2, 1, 2), shards=1, zero_stage=1, offload="cpu", sequence_parallel=True
+        mesh=(1, 2, 1), shards=1, zero_stage=1, offload="cpu"
     ),
     "zero3 per pass, cp inside a copy": case_of(
-        mesh=(1, 2, 2, 1), shards=1, weights="per_pass", precision="bf16"
+        mesh=(1, 2, 2, 1),
+        shards=1,
+        weights="per_pass",
+        precision="bf16",
+        batch=4,
+        microbatches=1,
     ),
 }
 MORE = {
+    "zero1 offloaded, tp, one rank a copy": case_of(
+        mesh=(1, 2, 1, 2), shards=1, zero_stage=1, offload="cpu", sequence_parallel=True
+    ),
     "zero2 per microbatch, fp16": case_of(
         zero_stage=2, reduction="per_microbatch", precision="fp16"
     ),
@@ -55,23 +65,8 @@ def compare_each(rank, cases):
     return deviations
 
 
-@pytest.mark.parametrize(
-    "cases", [CASES, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"]
-)
-def test_copies_equal_one_process(cases, cpu_adam):
-    jobs = [(case, case.reference) for case in cases.values()]
-    by_case = zip(*run_locally(compare_each, 4, jobs), strict=True)
-    for (name, case), of_ranks in zip(cases.items(), by_case, strict=True):
-        errors = errors_of(case.config, of_ranks)
-        print(f"{name:40} {errors}")
-        assert errors.within(TOLERANCE[case.precision]), (name, errors)
-
-
 # A copy's ranks move what plain ZeRO of as many ranks moves; each rank's shard crosses once.
-TRAFFIC = {
-    "zero1": {"zero_stage": 1},
-    "zero3": {"weights": "per_pass"},
-}
+TRAFFIC = {"zero3": {"weights": "per_pass"}}
 
 
 def moved_on_rank(rank, cases):
@@ -103,6 +98,7 @@ def moved_on_rank(rank, cases):
 
 
 MORE_TRAFFIC = {
+    "zero1": {"zero_stage": 1},
     "zero3 per microbatch": {"reduction": "per_microbatch"},
     "bf16 sums": {
         "zero_stage": 3,
@@ -116,22 +112,84 @@ MORE_TRAFFIC = {
 }
 
 
-@pytest.mark.parametrize(
-    "traffic", [TRAFFIC, pytest.param(MORE_TRAFFIC, marks=pytest.mark.slow)], ids=["few", "more"]
-)
-def test_bytes_inside_a_copy_and_over_the_copies(traffic):
+def both_on_rank(rank, jobs, cases):
+    return compare_each(rank, jobs), moved_on_rank(rank, cases)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the ranks of some cases found.
+
+    - `deviations`: of each case's ranks, by its name.
+    - `copied`: cases on four ranks; `moved`: what each of these ranks moved for each.
+    - `plain`: what each of two ranks of plain ZeRO moved for each.
+    """
+
+    deviations: dict
+    copied: list
+    moved: list
+    plain: list
+
+
+def run_all(cases, traffic):
+    """Compare cases and count the bytes of others, in one start of two ranks and one of four."""
     # Hooks gather a weight that two layers share for each of them.
     sizes = {"steps": 1, "tied": False}
-    copied = [case_of(**sizes | settings) for settings in traffic.values()]
-    flat = [
-        case_of(mesh=(1, 2, 1), shards=None, batch=4, **sizes | settings)
-        for settings in traffic.values()
-    ]
-    plain = run_locally(moved_on_rank, 2, flat)
-    for rank, rows in enumerate(run_locally(moved_on_rank, 4, copied)):
-        for number, case in enumerate(copied):
+    flat_sizes = sizes | {"mesh": (1, 2, 1), "shards": None, "batch": 4}
+    moving = {
+        2: [case_of(**flat_sizes | settings) for settings in traffic.values()],
+        4: [case_of(**sizes | settings) for settings in traffic.values()],
+    }
+    deviations = {}
+    moved = {}
+    for size, counted in moving.items():
+        compared = {name: case for name, case in cases.items() if case.world_size == size}
+        jobs = [(case, case.reference) for case in compared.values()]
+        by_rank, moved[size] = zip(*run_locally(both_on_rank, size, jobs, counted), strict=True)
+        deviations |= zip(compared, zip(*by_rank, strict=True), strict=True)
+    return Results(deviations, moving[4], moved[4], moved[2])
+
+
+@pytest.fixture(scope="module")
+def few(cpu_adam):
+    return run_all(CASES, TRAFFIC)
+
+
+@pytest.fixture(scope="module")
+def more(cpu_adam):
+    return run_all(MORE, MORE_TRAFFIC)
+
+
+def check_numbers(cases, results):
+    for name, case in cases.items():
+        errors = errors_of(case.config, results.deviations[name])
+        print(f"{name:40} {errors}")
+        assert errors.within(TOLERANCE[case.precision]), (name, errors)
+
+
+def test_copies_equal_one_process(few):
+    check_numbers(CASES, few)
+
+
+@pytest.mark.slow
+def test_other_copies_equal_one_process(more):
+    check_numbers(MORE, more)
+
+
+def test_bytes_inside_a_copy_and_over_the_copies(few):
+    check_bytes(few)
+
+
+@pytest.mark.slow
+def test_bytes_of_other_copies(more):
+    check_bytes(more)
+
+
+def check_bytes(results):
+    for rank, rows in enumerate(results.moved):
+        for number, case in enumerate(results.copied):
             moved, elements = rows[number]
-            of_plain, _ = plain[rank % 2][number]
+            of_plain, _ = results.plain[rank % 2][number]
             inside = moved.pop("inside")
             across = moved.pop("across")
             size = 2 if case.changes.get("communication_data_type") else 4

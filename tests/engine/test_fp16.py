@@ -13,12 +13,16 @@ from deepspeed.runtime.zero import stage_1_and_2
 from parallel3d.engine.quirks import fp16
 from parallel3d.verify.local_ranks import RankFailed, run_locally
 from tests.cases import Case, Trainer, unpatched
+from tests.verify.measuring import number_anew
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
 STEPS = 12
+FEW_STEPS = 6
 MESHES = [(1, 1, 1), (1, 4, 1), (1, 1, 4), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 DYNAMIC = {"initial_scale_power": 12, "hysteresis": 1, "loss_scale_window": 4}
+FAST = DYNAMIC | {"loss_scale_window": 2}
+ONE_LAYER = {"num_hidden_layers": 1}
 FIXED = {"loss_scale": 512.0}
 
 
@@ -26,7 +30,7 @@ def small(mesh=(1, 1, 1), scale=DYNAMIC, more=None, **settings):
     """A case of fp16 with a loss scale, and with `more` settings of the config."""
     changes = {f"fp16.{name}": value for name, value in scale.items()} | (more or {})
     sizes = {"batch": 8, "microbatches": 2, "model": {"num_hidden_layers": 2}}
-    return Case(mesh, precision="fp16", changes=changes, **sizes, **settings)
+    return Case(mesh, precision="fp16", changes=changes, **sizes | settings)
 
 
 def train(rank, case, plant=None, fault=nullcontext):
@@ -52,8 +56,13 @@ def train(rank, case, plant=None, fault=nullcontext):
     return steps
 
 
-def train_each(rank, cases):
-    return [train(rank, case) for case in cases]
+def train_each(rank, cases, *options):
+    """Train the cases one after another on one rank."""
+    results = []
+    for case in cases:
+        number_anew()
+        results.append(train(rank, case, *options))
+    return results
 
 
 def spoil_next_gradient(engine):
@@ -98,9 +107,9 @@ def assert_follows_fp32(case):
     ids=str,
 )
 def test_fp16_follows_fp32(mesh, stage, reduction):
-    """Over 12 steps; the dynamic scale doubles every four of them."""
-    case = small(mesh, zero_stage=stage, reduction=reduction, steps=STEPS)
-    results = assert_follows_fp32(case)
+    """The dynamic scale doubles every two steps."""
+    options = {"zero_stage": stage, "reduction": reduction, "steps": FEW_STEPS, "model": ONE_LAYER}
+    results = assert_follows_fp32(small(mesh, FAST, **options))
     assert all(r.applied and not r.overflow for r in results)
     scales = [r.loss_scale for r in results]
     assert scales[0] == 2**12 and scales[-1] >= 2**14
@@ -119,13 +128,12 @@ def test_fp16_follows_fp32_in_full(mesh, stage, fixed):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "stage", "offload"),
+    "kinds",
     [
-        ((1, 1, 2), 2, "cpu"),
-        ((2, 1, 1), 3, "cpu"),
+        [((1, 1, 2), 2, "cpu"), ((2, 1, 1), 3, "cpu")],
         *(
-            pytest.param(mesh, stage, offload, marks=pytest.mark.slow)
-            for mesh, stage, offload in [
+            pytest.param([kind], marks=pytest.mark.slow)
+            for kind in [
                 ((1, 2, 1), 0, "none"),
                 ((2, 1, 1), 1, "none"),
                 ((2, 2, 1), 0, "cpu"),
@@ -138,23 +146,28 @@ def test_fp16_follows_fp32_in_full(mesh, stage, fixed):
     ],
     ids=str,
 )
-def test_overflow_on_one_rank_skips_the_step_on_all_ranks(mesh, stage, offload):
-    case = small(mesh, zero_stage=stage, offload=offload, steps=9)
-    last = case.world_size - 1
-    ranks = run_locally(train, case.world_size, case, (2, last))
-    for steps in ranks:
-        results = [result for _, result, _ in steps]
-        assert results == [result for _, result, _ in ranks[0]]
-        assert [r.overflow for r in results] == [i == 2 for i in range(9)]
-        assert [r.applied for r in results] == [i != 2 for i in range(9)]
-        moves = [move for _, _, move in steps]
-        assert moves[2] == 0 and all(move > 0 for i, move in enumerate(moves) if i != 2)
-        # Halved once, and doubled after four steps without overflow.
-        scales = [r.loss_scale for r in results]
-        assert scales == [2**12] * 3 + [2**11] * 5 + [2**12]
-        # The scale is gone from the norm, whatever it is.
-        norms = [r.grad_norm for i, r in enumerate(results) if i != 2]
-        assert max(norms) < 1.5 * min(norms)
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(kinds):
+    scale = DYNAMIC | {"loss_scale_window": 3}
+    cases = []
+    for mesh, stage, offload in kinds:
+        settings = {"zero_stage": stage, "offload": offload, "steps": 7, "model": ONE_LAYER}
+        cases.append(small(mesh, scale, **settings))
+    size = cases[0].world_size
+    ranks = run_locally(train_each, size, cases, (1, size - 1))
+    for case, by_rank in zip(cases, zip(*ranks, strict=True), strict=True):
+        for steps in by_rank:
+            results = [result for _, result, _ in steps]
+            assert results == [result for _, result, _ in by_rank[0]], case
+            assert [r.overflow for r in results] == [i == 1 for i in range(7)], case
+            assert [r.applied for r in results] == [i != 1 for i in range(7)], case
+            moves = [move for _, _, move in steps]
+            assert moves[1] == 0 and all(move > 0 for i, move in enumerate(moves) if i != 1), case
+            # Halved once, and doubled after three steps without overflow.
+            scales = [r.loss_scale for r in results]
+            assert scales == [2**12] * 2 + [2**11] * 4 + [2**12], case
+            # The scale is gone from the norm, whatever it is.
+            norms = [r.grad_norm for i, r in enumerate(results) if i != 1]
+            assert max(norms) < 1.5 * min(norms), case
 
 
 def nothing(*_):
@@ -183,7 +196,7 @@ def test_overflow_repeats_if_skipped_gradients_are_kept(cpu_adam):
 def test_direct_backward_without_announcement_is_refused():
     gone = partial(without, "expect_scaled_gradient")
     with pytest.raises(RankFailed, match="Loss scaling is required"):
-        run_locally(train, 2, small((2, 1, 1), steps=1), None, gone)
+        run_locally(train, 2, small((2, 1, 1), steps=1, model=ONE_LAYER), None, gone)
 
 
 @contextmanager
@@ -199,7 +212,7 @@ def old_cpu():
 
 def test_fp16_without_allowance_needs_a_cpu_with_fp16():
     with pytest.raises(RankFailed, match="fp16 is not supported on your device"):
-        run_locally(train, 1, small(steps=1), None, old_cpu)
+        run_locally(train, 1, small(steps=1, model=ONE_LAYER), None, old_cpu)
 
 
 @unpatched
@@ -218,7 +231,7 @@ def test_weights_do_not_depend_on_the_scale():
     growing = {"initial_scale_power": 8, "loss_scale_window": 1}
     fixed = {"loss_scale": 256.0}
     cases = [
-        small(scale=scale, more=plain, zero_stage=stage, steps=4)
+        small(scale=scale, more=plain, zero_stage=stage, steps=4, model=ONE_LAYER)
         for stage in (1, 3)
         for scale in (growing, fixed)
     ]
@@ -257,27 +270,23 @@ def counting_looks():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "stage", "offload"),
+    "kinds",
     [
-        pytest.param((1, 2, 1), 1, "none", marks=pytest.mark.slow),
-        ((2, 1, 1), 2, "cpu"),
-        ((1, 1, 2), 0, "none"),
+        [((2, 1, 1), 2, "cpu"), ((1, 1, 2), 0, "none")],
+        pytest.param([((1, 2, 1), 1, "none")], marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=["few", "more"],
 )
-def test_norm_alone_skips_a_step_of_bf16(mesh, stage, offload):
-    settings = {"batch": 8, "microbatches": 2, "precision": "bf16", "steps": 4}
-    settings["model"] = {"num_hidden_layers": 2}
-    case = Case(mesh, zero_stage=stage, offload=offload, **settings)
-    ranks = run_locally(train, 2, case, (2, 1), counting_looks)
-    for steps in ranks:
-        results = [result for _, result, _ in steps]
-        assert results == [result for _, result, _ in ranks[0]]
-        assert [r.applied for r in results] == [True, True, False, True]
-        assert results[2].norm == float("inf") and not results[2].overflow
-        assert [move > 0 for *_, move in steps] == [True, True, False, True]
-
-
-def test_bf16_has_no_loss_scale():
-    [(_, result, _)] = run_locally(train, 1, Case(steps=1, batch=8, precision="bf16"))[0]
-    assert result.loss_scale == 1 and not result.overflow
+def test_norm_alone_skips_a_step_of_bf16(kinds):
+    """It has no loss scale."""
+    settings = {"batch": 8, "microbatches": 2, "precision": "bf16", "steps": 3, "model": ONE_LAYER}
+    cases = [Case(mesh, zero_stage=z, offload=o, **settings) for mesh, z, o in kinds]
+    ranks = run_locally(train_each, 2, cases, (1, 1), counting_looks)
+    for case, by_rank in zip(cases, zip(*ranks, strict=True), strict=True):
+        for steps in by_rank:
+            results = [result for _, result, _ in steps]
+            assert results == [result for _, result, _ in by_rank[0]], case
+            assert [r.applied for r in results] == [True, False, True], case
+            assert results[1].norm == float("inf"), case
+            assert all(r.loss_scale == 1 and not r.overflow for r in results), case
+            assert [move > 0 for *_, move in steps] == [True, False, True], case

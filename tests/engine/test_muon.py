@@ -1,5 +1,6 @@
 """Muon's arithmetic is torch's, and each element travels to its matrix's home and back once."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -22,7 +23,7 @@ from tests.cases import Case
 from tests.engine.settings import settings_of
 from tests.meshes import sizes_of
 from tests.plan.settings import A100, changed
-from tests.verify.measuring import batches
+from tests.verify.measuring import batches, number_anew
 
 pytestmark = pytest.mark.gloo
 
@@ -121,8 +122,13 @@ def test_self_test_passes_in_half_precision(modes):
     assert run_locally(self_tests, 4, (1, 2, 2), modes) == [len(modes)] * 4
 
 
-def traffic_on_rank(rank, case):
+def traffic_each(rank, cases):
+    return [traffic_of(case) for case in cases]
+
+
+def traffic_of(case):
     """Bytes that this rank's exchanges send in a step, and the number of matrix elements."""
+    number_anew()
     mesh = Mesh(**case.config.mesh.groups)
     parts = assemble(case.config, mesh, seed=0)
     tokens, labels, *_ = next(batches(case.config))
@@ -135,14 +141,46 @@ def traffic_on_rank(rank, case):
     return calls, elements
 
 
-@pytest.mark.parametrize(
-    ("mesh", "zero"), [pytest.param((2, 2, 1), 3, marks=pytest.mark.slow), ((1, 2, 2), 1)]
+BY_MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
+SHARDED = Case(mesh=(1, 2, 2), zero_stage=1, changes=BY_MUON, microbatches=1, batch=4)
+MOE = {
+    "family": "moe",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "num_experts": 4,
+    "moe_intermediate_size": 16,
+    "vocab_size": 64,
+}
+WHOLE = replace(
+    SHARDED,
+    mesh=(1, 4, 1),
+    zero_stage=0,
+    changes=BY_MUON | {"parallel3d.mesh.ep": 2},
+    model=MOE,
 )
-def test_each_element_travels_twice(mesh, zero):
-    changes = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
-    case = Case(mesh=mesh, zero_stage=zero, changes=changes, microbatches=1, batch=4)
-    ranks = run_locally(traffic_on_rank, case.world_size, case)
-    _, dp, tp = mesh
+
+
+@pytest.fixture(scope="module")
+def traffic():
+    """Return what the ranks of both cases sent, by case."""
+    cases = [SHARDED, WHOLE]
+    return dict(zip(cases, zip(*run_locally(traffic_each, 4, cases), strict=True), strict=True))
+
+
+def test_each_element_travels_twice(traffic):
+    check_travels(SHARDED, traffic[SHARDED])
+
+
+@pytest.mark.slow
+def test_each_element_travels_twice_under_zero3():
+    case = replace(SHARDED, mesh=(2, 2, 1), zero_stage=3)
+    check_travels(case, [row for (row,) in run_locally(traffic_each, 4, [case])])
+
+
+def check_travels(case, ranks):
+    _, dp, tp = case.mesh
     elements = sum(rank_elements for _, rank_elements in ranks[:: dp * tp])
     moved = 0
     for calls, _ in ranks:
@@ -153,22 +191,10 @@ def test_each_element_travels_twice(mesh, zero):
     assert moved == pytest.approx(2 * 4 * elements, rel=1e-3)
 
 
-def test_without_zero_all_copies_receive_the_update():
+def test_without_zero_all_copies_receive_the_update(traffic):
     """Every rank has a copy of the other matrices, dp / ep of an expert's; as it is planned."""
-    model = {
-        "family": "moe",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "num_experts": 4,
-        "moe_intermediate_size": 16,
-        "vocab_size": 64,
-    }
-    changes = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "parallel3d.mesh.ep": 2}
-    case = Case(mesh=(1, 4, 1), zero_stage=0, changes=changes, microbatches=1, batch=4, model=model)
-    ranks = run_locally(traffic_on_rank, 4, case)
-    setting = changed(Setting.from_config(case.config), precision="bf16")
+    ranks = traffic[WHOLE]
+    setting = changed(Setting.from_config(WHOLE.config), precision="bf16")
     machine = machine_of(A100, setting.workload.software, curves_for(A100))
     planned = slowest_matrix_work(setting, machine).sent_bytes
     # Counted is the larger side: a home that does not own its expert sends more than it receives.

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gloo
 on_nvme = pytest.mark.usefixtures("cpu_adam", "async_io")
 
 SMALL = {"steps": 2, "batch": 8, "microbatches": 2}
+ONE_LAYER = {"num_hidden_layers": 1}
 OFFLOADS = [
     "cpu",
     "nvme",
@@ -54,7 +55,8 @@ def small(offload, folder, zero=None, **settings):
     ids=str,
 )
 def test_offloaded_training_matches_transformers(offload, mesh, reduction, precision, tmp_path):
-    case = small(offload, tmp_path, mesh=mesh, reduction=reduction, precision=precision)
+    settings = {"reduction": reduction, "precision": precision, "model": ONE_LAYER}
+    case = small(offload, tmp_path, mesh=mesh, **settings)
     errors = measure(case)
     print(f"{case!s:84} {errors}")
     if precision == "fp32":
@@ -76,7 +78,8 @@ def test_offloaded_training_matches_transformers(offload, mesh, reduction, preci
 def test_overlapped_reads_and_writes_match_transformers(pipelined, buffers, tmp_path):
     zero = {f"offload_optimizer.{name}": True for name in pipelined} | {"sub_group_size": 8000}
     zero |= {"offload_optimizer.buffer_count": buffers}
-    errors = measure(small("nvme", tmp_path, zero))
+    sizes = {"batch": 4, "microbatches": 1, "model": {"num_hidden_layers": 2}}
+    errors = measure(small("nvme", tmp_path, zero, **sizes))
     assert errors.within(1e-5), errors
 
 
@@ -136,8 +139,7 @@ def train_first_of_two(rank, case, reference, in_one_folder):
 
 @on_nvme
 def test_two_engines_do_not_share_files(tmp_path):
-    model = {"num_hidden_layers": 1}
-    case = small("param-nvme", tmp_path, mesh=(1, 2, 1), model=model)
+    case = small("param-nvme", tmp_path, mesh=(1, 2, 1), model=ONE_LAYER)
     results = run_locally(train_first_of_two, 2, case, case.reference, False)
     assert errors_of(case.config, results).within(1e-5)
 
@@ -145,13 +147,13 @@ def test_two_engines_do_not_share_files(tmp_path):
 @on_nvme
 @unpatched
 def test_two_engines_in_one_folder_fail(tmp_path):
-    model = {"num_hidden_layers": 1}
-    case = small("param-nvme", tmp_path, mesh=(1, 2, 1), model=model)
+    case = small("param-nvme", tmp_path, mesh=(1, 2, 1), model=ONE_LAYER)
     with pytest.raises(RankFailed):  # the second one's start removes the first one's files
         run_locally(train_first_of_two, 2, case, case.reference, True, quiet=True)
 
 
 def files_and_memory(rank, case):
+    """Return the folders, the sizes of their files, elements, bytes in memory, and swappers."""
     trainer = Trainer(case)
     trainer.run()
     folders = [str(folder) for folder in swap._locks]
@@ -159,16 +161,19 @@ def files_and_memory(rank, case):
     sizes = {path.name: path.stat().st_size for path in files}
     elements = sum(h.parameter.ds_tensor.ds_numel for h in trainer.engine.held)
     held = memory_bytes(trainer.engine)
+    swappers = {id(p.nvme_swapper) for p in trainer.engine._module.parameters()}
     trainer.engine.close()
-    return folders, sizes, elements, held
+    return folders, sizes, elements, held, len(swappers)
 
 
 @on_nvme
 def test_offloaded_state_is_not_in_memory_and_files_are_removed(tmp_path):
-    case = small("nvme+param-nvme", tmp_path, mesh=(2, 2, 1), tied=False)
+    """The placeholders share the buffers of the stage."""
+    case = small("nvme+param-nvme", tmp_path, mesh=(1, 2, 1), tied=False, model=ONE_LAYER)
     seen = set()
-    ranks = run_locally(files_and_memory, 4, case)
-    for rank, (folders, sizes, elements, held) in enumerate(ranks):
+    ranks = run_locally(files_and_memory, 2, case)
+    for rank, (folders, sizes, elements, held, swappers) in enumerate(ranks):
+        assert swappers == 1
         on_disk = {"parameters": 0, "gradients": 0, "all": sum(sizes.values())}
         for name, size in sizes.items():
             if "_param" in name:
@@ -189,9 +194,9 @@ def test_offloaded_state_is_not_in_memory_and_files_are_removed(tmp_path):
 
 @on_nvme
 def test_parameters_stay_in_host_memory_up_to_max_in_cpu(tmp_path):
-    sizes = {"mesh": (1, 2, 1), "model": {"num_hidden_layers": 1}}
+    sizes = {"mesh": (1, 2, 1), "model": ONE_LAYER, "steps": 1}
     case = small("param-nvme", tmp_path, {"offload_param.max_in_cpu": 10**6}, **sizes)
-    for _, _, elements, held in run_locally(files_and_memory, 2, case):
+    for _, _, elements, held, _ in run_locally(files_and_memory, 2, case):
         assert held["parameters"] >= 4 * elements
 
 
@@ -235,23 +240,14 @@ def build_on(rank, case, bad_rank=None):
 def test_missing_folder_is_a_config_error(offload, tmp_path):
     setting = "offload_param" if "param" in offload else "offload_optimizer"
     expected = rf'zero_optimization.{setting}.nvme_path = ".*nowhere": rank 0 cannot write there'
+    case = small(offload, tmp_path / "nowhere", mesh=(1, 2, 1), model=ONE_LAYER)
     with pytest.raises(RankFailed, match=expected) as caught:
-        run_locally(build_on, 2, small(offload, tmp_path / "nowhere", mesh=(1, 2, 1)))
+        run_locally(build_on, 2, case)
     assert "ConfigError" in str(caught.value)
 
 
 @on_nvme
 def test_missing_library_is_an_error_that_names_the_package(tmp_path):
     with pytest.raises(RankFailed, match=r"libaio.h: no such file") as caught:
-        run_locally(build_on, 2, small("nvme", tmp_path, mesh=(1, 2, 1)), 1)
+        run_locally(build_on, 2, small("nvme", tmp_path, mesh=(1, 2, 1), model=ONE_LAYER), 1)
     assert "ConfigError" in str(caught.value) and "libaio-dev" in str(caught.value)
-
-
-@on_nvme
-def test_placeholders_share_the_buffers_of_the_stage(tmp_path):
-    assert run_locally(swappers, 1, small("param-nvme", tmp_path)) == [1]
-
-
-def swappers(rank, case):
-    trainer = Trainer(case)
-    return len({id(p.nvme_swapper) for p in trainer.engine._module.parameters()})

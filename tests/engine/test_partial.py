@@ -17,6 +17,7 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import NO_THRESHOLDS
 from tests.cases import unpatched
 from tests.engine.settings import settings_of
+from tests.verify.measuring import number_anew
 
 pytestmark = pytest.mark.gloo
 
@@ -45,9 +46,18 @@ SPECS = [
 ]
 
 
-def sum_partial(rank, dp, settings, partial):
-    """The gradient norms of two steps, the weights, and the all-reduces over tp in a step."""
+def sum_each(rank, dp, kinds, partial):
+    """Return for each kind of settings what `sum_partial` does."""
     mesh = Mesh(dp=dp, tp=2)
+    results = []
+    for settings in kinds:
+        number_anew()
+        results.append(sum_partial(mesh, settings, partial))
+    return results
+
+
+def sum_partial(mesh, settings, partial):
+    """The gradient norms of two steps, the weights, and the all-reduces over tp in a step."""
     calls = []
     with building(settings, mesh):
         module = Weighted(mesh)
@@ -73,7 +83,10 @@ def sum_partial(rank, dp, settings, partial):
                     output = engine.forward(0, x[m, here].clone().requires_grad_())
                     engine.backward(output, grad[m, here].clone())
             norms.append(engine.step(0.1).grad_norm)
-    return norms, {h.name: engine.full_parameter(h) for h in held}, sum(calls)
+    weights = {h.name: engine.full_parameter(h) for h in held}
+    mesh.barrier()
+    engine.close()
+    return norms, weights, sum(calls)
 
 
 def inputs():
@@ -109,31 +122,28 @@ def settings_for(stage, reduction):
     )
 
 
+FEW = [(0, "per_step"), (3, "per_microbatch")]
+MORE = [(1, "per_microbatch"), (3, "per_step"), (0, "per_microbatch"), (1, "per_step")]
+
+
 @pytest.mark.parametrize(
-    ("stage", "reduction"),
-    [
-        (0, "per_step"),
-        (3, "per_microbatch"),
-        pytest.param(1, "per_microbatch", marks=pytest.mark.slow),
-        pytest.param(3, "per_step", marks=pytest.mark.slow),
-        pytest.param(0, "per_microbatch", marks=pytest.mark.slow),
-        pytest.param(1, "per_step", marks=pytest.mark.slow),
-    ],
+    "kinds", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"]
 )
-def test_partial_gradients_are_summed_over_tp_once_a_step(stage, reduction):
-    settings = settings_for(stage, reduction)
+def test_partial_gradients_are_summed_over_tp_once_a_step(kinds):
+    settings = [settings_for(*kind) for kind in kinds]
     wanted_norms, wanted = plain_training(dp=2)
-    for norms, weights, calls in run_locally(sum_partial, 4, 2, settings, True):
-        assert norms == pytest.approx(wanted_norms, rel=1e-5)
-        for name, value in weights.items():
-            assert torch.allclose(value, wanted[name], atol=1e-6), name
-        assert calls == 1
+    for rows in run_locally(sum_each, 4, 2, settings, True):
+        for kind, (norms, weights, calls) in zip(kinds, rows, strict=True):
+            assert norms == pytest.approx(wanted_norms, rel=1e-5), kind
+            for name, value in weights.items():
+                assert torch.allclose(value, wanted[name], atol=1e-6), (kind, name)
+            assert calls == 1, kind
 
 
 @unpatched
 def test_partial_gradients_stay_partial_without_their_sum():
     settings = settings_for(3, "per_microbatch")
     wanted_norms, _ = plain_training(dp=2)
-    for norms, _, calls in run_locally(sum_partial, 4, 2, settings, False):
+    for ((norms, _, calls),) in run_locally(sum_each, 4, 2, [settings], False):
         assert norms[0] < 0.9 * wanted_norms[0]
         assert calls == 0

@@ -50,7 +50,8 @@ def test_deepspeed_accepts_settings_that_our_schema_refuses():
     assert "bf16.enabled" in error_of(**{"bf16.enabled": "maybe"})
 
 
-def operators_built(rank, skip):
+def compiled_at_start(rank, skip):
+    """Return the operators that an engine's start builds, and if DeepSpeed's Muon is compiled."""
     built = []
 
     def build():
@@ -62,37 +63,19 @@ def operators_built(rank, skip):
     import_module("deepspeed.comm.torch").build_shm_op = build
     if not skip:
         core.skip_shared_memory_operator = nothing
-    Trainer(Case(steps=1, batch=4))
-    return built
-
-
-def test_shared_memory_operator_is_not_compiled():
-    assert run_locally(operators_built, 1, True) == [[]]
-
-
-@unpatched
-def test_shared_memory_operator_is_compiled_without_the_skip():
-    assert run_locally(operators_built, 1, False) == [["shm"]]
-
-
-def is_muon_compiled(rank, skip):
-    def nothing():
-        pass
-
-    if not skip:
         core.leave_muon_uncompiled = nothing
-    Trainer(Case(steps=1, batch=4))
+    Trainer(Case(steps=1, batch=4, model={"num_hidden_layers": 1}))
     muon = import_module("deepspeed.runtime.zero.muon.original_muon")
-    return hasattr(muon.muon_update, "_torchdynamo_orig_callable")
+    return built, hasattr(muon.muon_update, "_torchdynamo_orig_callable")
 
 
-def test_muon_of_deepspeed_is_not_compiled():
-    assert run_locally(is_muon_compiled, 1, True) == [False]
+def test_shared_memory_operator_and_muon_are_not_compiled():
+    assert run_locally(compiled_at_start, 1, True) == [([], False)]
 
 
 @unpatched
-def test_muon_of_deepspeed_is_compiled_without_the_skip():
-    assert run_locally(is_muon_compiled, 1, False) == [True]
+def test_shared_memory_operator_and_muon_are_compiled_without_the_remedies():
+    assert run_locally(compiled_at_start, 1, False) == [(["shm"], True)]
 
 
 def built_whole(rank, cut_at_once):

@@ -7,7 +7,8 @@ import pytest
 
 from parallel3d.engine.quirks import tracing
 from parallel3d.verify.local_ranks import run_locally
-from tests.cases import Case, Trainer, measure, unpatched
+from tests.cases import Case, Trainer, unpatched
+from tests.verify.measuring import errors_of, number_anew
 
 pytestmark = pytest.mark.gloo
 
@@ -31,34 +32,43 @@ def no_trace(traces, stage, direction):
     """Stand in for `Traces.begin`."""
 
 
-def fetches(rank, cases, traced):
-    """Of each case's third step: fetches by direction, and whether a module waits for it."""
-    counts = []
-    for case in cases:
+def fetches(rank, jobs, traced):
+    """Return each case's errors, and its third step's fetches: by direction, and if one waits."""
+    rows = []
+    for case, reference in jobs:
         if not traced:
             tracing.Traces.begin = no_trace
+        number_anew()
         trainer = Trainer(case)
-        batches = trainer.batches()
-        for batch in batches[:2]:
-            trainer.executor.run(batch)
-            trainer.engine.step(trainer.lr)
         coordinator = trainer.engine.deepspeed.optimizer.parameter_offload.get_param_coordinator()
         profiler = vars(coordinator)["_PartitionedParameterCoordinator__profiler"]
-        seen: Counter[str] = Counter()
+        by_step = [Counter() for _ in range(case.steps)]
+        steps = iter(by_step)
+        run = trainer.executor.run
 
-        def count_event(name, seen=seen):
-            seen[name] += 1
+        def counted(batch, step, profiler=profiler, steps=steps, run=run):
+            profiler.start_event = count_in(next(steps))
+            return run(batch, step)
 
-        profiler.start_event = count_event
-        trainer.executor.run(batches[2], 2)
-        counts.append(dict(seen))
+        trainer.executor.run = counted
+        errors = trainer.compare(reference)
         trainer.close()
-    return counts
+        rows.append((errors, by_step[2]))
+    return rows
+
+
+def count_in(events):
+    """Return a stand-in for a profiler's `start_event` that counts names."""
+
+    def count_event(name):
+        events[name] += 1
+
+    return count_event
 
 
 # By default two stages of each rank take turns without a pipeline.
 SMALL = replace(
-    CASE, mesh=(1, 2, 1), schedule="breadth_first", batch=8, model={"num_hidden_layers": 4}
+    CASE, mesh=(1, 2, 1), schedule="breadth_first", batch=4, model={"num_hidden_layers": 2}
 )
 CASES = [
     CASE,
@@ -71,13 +81,20 @@ CASES = [
     "cases", [[SMALL], pytest.param(CASES, marks=pytest.mark.slow)], ids=["one", "others"]
 )
 def test_pass_waits_only_for_its_first_module(cases):
-    """A fetch that nobody sent for ahead is one for each pass of a stage, at most."""
-    for ranks in run_locally(fetches, cases[0].world_size, cases, True):
-        for case, seen in zip(cases, ranks, strict=True):
-            passes = case.microbatches * case.stages_per_rank
+    """A fetch that nobody sent for ahead is one for each pass of a stage, at most.
+
+    The numbers are those of one process.
+    """
+    jobs = [(case, case.reference) for case in cases]
+    ranks = run_locally(fetches, cases[0].world_size, jobs, True)
+    for case, rows in zip(cases, zip(*ranks, strict=True), strict=True):
+        errors = errors_of(case.config, [deviations for deviations, _ in rows])
+        assert errors.within(1e-5), (case, errors)
+        passes = case.microbatches * case.stages_per_rank
+        for _, seen in rows:
             for way in ("forward", "backward"):
                 print(case, way, seen)
-                assert seen.get(f"{way}_fetch_submit", 0) <= passes
+                assert seen[f"{way}_fetch_submit"] <= passes
                 assert seen[f"{way}_prefetch_submit"] >= passes
 
 
@@ -88,18 +105,9 @@ def num_fetches(seen, kind):
 
 @unpatched
 def test_nearly_all_modules_wait_without_a_trace_per_pass():
-    for ranks in run_locally(fetches, 4, CASES[:1], False):
-        for seen in ranks:
+    jobs = [(case, case.reference) for case in CASES[:1]]
+    for rows in run_locally(fetches, 4, jobs, False):
+        for _, seen in rows:
             waited = num_fetches(seen, "fetch")
             ahead = num_fetches(seen, "prefetch")
             assert ahead < 0.1 * waited, seen
-
-
-@pytest.mark.parametrize(
-    "case",
-    [SMALL, *(pytest.param(case, marks=pytest.mark.slow) for case in (CASE, CASES[2]))],
-    ids=str,
-)
-def test_traced_training_matches_one_process(case):
-    errors = measure(case)
-    assert errors.within(1e-5), errors
