@@ -23,7 +23,7 @@ BREADTH = Case(
     steps=2,
 )
 MOVES = ("all_gather", "reduce_scatter")
-GPIPE = Case(mesh=(1, 2, 1), weights="per_pass", steps=2, model={"num_hidden_layers": 2})
+GPIPE = Case(mesh=(1, 2, 1), weights="per_pass", steps=2, model={"num_hidden_layers": 1})
 
 
 def second_steps(rank, cases):
@@ -59,7 +59,7 @@ def second_step(case):
 def test_bytes_of_a_step_do_not_grow_with_microbatches(case, precision):
     """Weights at most twice, gradients (fp32) once: 8 bytes a parameter and step in bf16."""
     size = {"fp32": 4, "bf16": 2}[precision]
-    cases = [replace(case, microbatches=m, batch=16, precision=precision) for m in (2, 4)]
+    cases = [replace(case, microbatches=m, batch=8, precision=precision) for m in (2, 4)]
     for (few, numel), (many, _) in run_locally(second_steps, case.world_size, cases):
         assert few == many
         assert few.keys() == set(MOVES)
@@ -102,7 +102,7 @@ def peak_of_stages(rank, case):
 
 
 def test_breadth_first_holds_weights_of_two_stages_at_most():
-    case = replace(BREADTH, tied=False, steps=1)
+    case = replace(BREADTH, tied=False, steps=1, batch=4, microbatches=2)
     for most, sizes, expected, left in run_locally(peak_of_stages, 2, case):
         assert expected == 2 and len(sizes) == 4
         assert max(sizes) < most <= sum(sizes[-2:]) < sum(sizes)
@@ -112,7 +112,7 @@ def test_breadth_first_holds_weights_of_two_stages_at_most():
 @pytest.mark.usefixtures("operators")
 def test_kept_weights_match_one_process():
     """What is kept whole; all else is in tests/verify/test_parity.py."""
-    sizes = {"mesh": (1, 2, 1), "batch": 8, "microbatches": 2}
+    sizes = {"mesh": (1, 2, 1), "batch": 4, "microbatches": 2, "model": {"num_hidden_layers": 1}}
     case = Case(weights="per_step", reduction="per_microbatch", thresholds=True, **sizes)
     errors = measure(case)
     assert errors.within(1e-5), errors
@@ -135,6 +135,7 @@ def test_results_equal_those_of_gathering_each_time():
         mesh=(1, 2, 1),
         schedule="breadth_first",
         stages_per_rank=3,
+        batch=4,
         microbatches=2,
         model={"num_hidden_layers": 1},
     )

@@ -63,5 +63,6 @@ def calls_on_rank(rank, cases):
 
 
 def test_only_engines_with_a_host_optimizer_set_threads():
-    cases = [Case(zero_stage=1, offload=offload) for offload in ("none", "cpu")]
+    model = {"num_hidden_layers": 1}
+    cases = [Case(zero_stage=1, offload=offload, model=model) for offload in ("none", "cpu")]
     assert run_locally(calls_on_rank, 1, cases) == [[0, 1]]

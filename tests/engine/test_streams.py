@@ -182,7 +182,8 @@ def test_nvme_read_waits_for_the_previous_copy(tmp_path):
         weights="per_step",
         offload="param-nvme",
         folder=str(tmp_path),
-        batch=8,
+        batch=2,
+        microbatches=1,
         steps=1,
         model=ONE_LAYER,
     )

@@ -14,7 +14,7 @@ from tests.engine.storage_bytes import memory_bytes
 
 pytestmark = pytest.mark.gloo
 
-SMALL = {"batch": 8, "microbatches": 2}
+SMALL = {"batch": 4, "microbatches": 2, "model": {"num_hidden_layers": 1}}
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def held_at(stage, reduction="auto"):
         steps=1,
         batch=8,
         microbatches=2,
-        model={"num_hidden_layers": 4},
+        model={"num_hidden_layers": 2},
         changes={"zero_optimization.reduce_bucket_size": 2**12},
     )
     return run_locally(bytes_held, 4, case)[0]
