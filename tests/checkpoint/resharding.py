@@ -39,6 +39,7 @@ def _sizes(family, **sizes):
 
 MODELS = {
     "gpt": {"num_hidden_layers": 2},
+    "shallow": {"num_hidden_layers": 1},
     # Room for two stages on each of two ranks.
     "deep": _sizes("gpt", num_hidden_layers=4),
     "wide": _sizes("gpt", hidden_size=512, num_hidden_layers=1),

@@ -31,14 +31,26 @@ class Named:
 PAIR = Side((1, 2, 1), 1)
 
 
-def two_ranks(rank, scenario, root, *args):
-    """A scenario with the parts of a run that has trained a little."""
+def two_ranks(rank, scenarios, root):
+    """Each scenario, in a folder of its name, with the parts of a run that has trained a little."""
     trained = Trained(PAIR, root)
     trained.train(1)
-    result = scenario(rank, trained, root / "checkpoints", *args)
-    trained.mesh.barrier()
-    return result
+    results = []
+    for scenario, *args in scenarios:
+        results.append(scenario(rank, trained, scenario_folder(scenario, root), *args))
+        trained.mesh.barrier()
+    return results
 
 
-def on_two_ranks(scenario, root, *args):
-    return run_locally(two_ranks, 2, scenario, root, *args)
+def scenario_folder(scenario, root):
+    return root / scenario.__name__
+
+
+def on_two_ranks(root, *scenarios):
+    """Run scenarios, each (function, *its last arguments), one after another in the same two ranks.
+
+    Return the results of both ranks by the scenario's function.
+    """
+    ranks = run_locally(two_ranks, 2, scenarios, root)
+    functions = [function for function, *_ in scenarios]
+    return dict(zip(functions, zip(*ranks, strict=True), strict=True))

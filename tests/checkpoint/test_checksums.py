@@ -2,14 +2,14 @@
 
 import json
 import math
-import subprocess
 import sys
-from pathlib import Path
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
+from launch import runs as command
 from parallel3d.checkpoint.chunk_runs import bit_sum, state_checksums
 from parallel3d.model.spec import named_params
 from parallel3d.train.digests import DIGESTS, append_digest, compare_runs, digest_of
@@ -18,7 +18,6 @@ from tests.cases import Case, Trainer
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
-ROOT = Path(__file__).parents[2]
 SHAPE = (5, 3, 4)
 
 
@@ -57,15 +56,25 @@ def digest_on_rank(rank, case):
     return _digest(Trainer(case))
 
 
+@cache
+def digest_alone(tied):
+    """Return the digest of one process before the first step."""
+    return run_locally(digest_on_rank, 1, Case(zero_stage=0, tied=tied, **SIZES))[0]
+
+
 def digests_around_a_flip(rank, case):
-    """The digests before and after rank 1 flips a bit of a moment, and that moment's parameter."""
+    """Return digests: at first, after a step, and after rank 1 has flipped a bit of a moment.
+
+    The last value is the name of that moment's parameter.
+    """
     trainer = Trainer(case)
+    first = _digest(trainer)
     trainer.executor.run(trainer.batches()[0])
     trainer.engine.step(trainer.lr)
     before = _digest(trainer)
     with trainer.engine.states.opened(0, write=True) as tensors:
         tensors[0]["exp_avg"].view(torch.int32)[0] ^= rank
-    return before, _digest(trainer), trainer.engine.states.blocks[0][0].held.name
+    return first, before, _digest(trainer), trainer.engine.states.blocks[0][0].held.name
 
 
 def _digest(trainer):
@@ -73,31 +82,36 @@ def _digest(trainer):
     return digest_of(state_checksums(trainer.engine, trainer.mesh, shapes))
 
 
+SIZES = {"batch": 4, "microbatches": 2, "steps": 1, "model": {"num_hidden_layers": 2}}
 PLACES = [
-    {"mesh": (1, 1, 1), "zero_stage": 0},
-    {"mesh": (1, 2, 1), "zero_stage": 3},
-    pytest.param({"mesh": (2, 2, 1), "zero_stage": 3}, marks=pytest.mark.slow),
-    pytest.param({"mesh": (1, 2, 1), "zero_stage": 0}, marks=pytest.mark.slow),
-    pytest.param({"mesh": (1, 2, 2), "zero_stage": 1, "offload": "cpu"}, marks=pytest.mark.slow),
-    pytest.param({"mesh": (4, 1, 1), "zero_stage": 2}, marks=pytest.mark.slow),
-    pytest.param({"mesh": (1, 1, 4), "zero_stage": 3, "tied": False}, marks=pytest.mark.slow),
+    {"mesh": (2, 2, 1), "zero_stage": 3},
+    {"mesh": (1, 2, 1), "zero_stage": 0},
+    {"mesh": (1, 2, 2), "zero_stage": 1, "offload": "cpu"},
+    {"mesh": (4, 1, 1), "zero_stage": 2},
+    {"mesh": (1, 1, 4), "zero_stage": 3, "tied": False},
 ]
-EXPECTED = {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_digest_is_equal_on_every_mesh(place):
     """Before the first step all meshes have the same bits: weights by name, moments of zeros."""
-    case = Case(**place, batch=8, microbatches=2)
+    case = Case(**place, **SIZES)
     digests = run_locally(digest_on_rank, case.world_size, case)
-    expected = EXPECTED.setdefault(case.tied, digests[0])
-    assert all(digest == expected for digest in digests)
+    assert all(digest == digest_alone(case.tied) for digest in digests)
 
 
-def test_flipped_bit_of_a_moment_is_located():
-    case = Case((1, 2, 1), zero_stage=1, batch=8, microbatches=2)
-    (before, after, _), (_, same, name) = run_locally(digests_around_a_flip, 2, case)
-    assert after == same != before
+@pytest.mark.parametrize("zero_stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_flipped_bit_of_a_moment_is_located(zero_stage):
+    """Before the first step two ranks have the digest of one; each says the same."""
+    case = Case((1, 2, 1), zero_stage=zero_stage, **SIZES)
+    one, other = run_locally(digests_around_a_flip, 2, case)
+    *digests, _ = one
+    *same, name = other
+    assert digests == same
+    first, before, after = digests
+    assert first == digest_alone(case.tied)
+    assert after != before
     differing = [n for n, d in before["parameters"].items() if d != after["parameters"][n]]
     assert differing == [name]
 
@@ -116,9 +130,16 @@ def chain_of(run):
     return [json.loads(line)["chain"] for line in (run / DIGESTS).read_text().splitlines()]
 
 
-def diff(*arguments):
-    command = [sys.executable, "launch/runs.py", "diff", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+@pytest.fixture
+def diff(monkeypatch, capsys):
+    """Give a function that runs the command: exit code, standard output, standard error."""
+
+    def run_it(*arguments):
+        monkeypatch.setattr(sys, "argv", ["runs.py", "diff", *map(str, arguments)])
+        code = command.main()
+        return code, *capsys.readouterr()
+
+    return run_it
 
 
 @pytest.mark.parametrize(
@@ -140,7 +161,7 @@ def test_losses_that_are_not_finite_are_compared(tmp_path, one, other, bound, is
     assert compare_runs(*runs, bound)["same"] == is_same
 
 
-def test_comparison_of_two_runs_names_the_first_difference(tmp_path):
+def test_comparison_of_two_runs_names_the_first_difference(tmp_path, diff):
     losses = [5.0, 4.0, 3.5, 3.0]
     one = write_run(tmp_path / "one", losses, {2: (1, 2), 4: (5, 6)})
     same = write_run(tmp_path / "same", losses[:3], {2: (1, 2)})
@@ -156,9 +177,9 @@ def test_comparison_of_two_runs_names_the_first_difference(tmp_path):
     }
     assert chain_of(one)[0] == chain_of(same)[0] == chain_of(other)[0]
     assert chain_of(one)[1] != chain_of(other)[1]
-    ended = diff(one, other, "--json")
-    assert ended.returncode == 1
-    assert json.loads(ended.stdout) == {
+    code, output, _ = diff(one, other, "--json")
+    assert code == 1
+    assert json.loads(output) == {
         "same": False,
         "steps": 4,
         "first_step": 3,
@@ -167,7 +188,7 @@ def test_comparison_of_two_runs_names_the_first_difference(tmp_path):
         "first_digest": 4,
         "parameters": ["b"],
     }
-    ended = diff(one, other)
-    assert "step 3 is the first that differs: loss 3.5 and 3.6" in ended.stdout + ended.stderr
-    ended = diff(one, tmp_path)
-    assert ended.returncode == 2 and "use the folder of a run" in ended.stderr
+    _, output, error = diff(one, other)
+    assert "step 3 is the first that differs: loss 3.5 and 3.6" in output + error
+    code, _, error = diff(one, tmp_path)
+    assert code == 2 and "use the folder of a run" in error

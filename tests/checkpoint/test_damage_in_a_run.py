@@ -255,7 +255,7 @@ def test_damage_is_detected_and_the_older_step_is_used(unbroken, tmp_path, work,
     assert sum(detected.values()) == len(copies.damages) >= least
 
 
-def test_sound_checkpoints_are_not_rejected(unbroken, tmp_path):
+def test_sound_checkpoints_alone_are_used(unbroken, tmp_path):
     copies = Copies(unbroken.checkpoints, tmp_path)
     plain = copies.copy()
     hint = copies.root / "hint"
@@ -263,8 +263,16 @@ def test_sound_checkpoints_are_not_rejected(unbroken, tmp_path):
     (hint / "latest").write_text("../../step-99\0\n")  # a hint, which nothing depends on
     (hint / "step-5.tmp").mkdir()
     (hint / "step-05").mkdir()
-    for step, rejected, messages in run_locally(find_in_all, RANKS, [plain, hint])[0]:
+    spoiled = copies.root / "spoiled"
+    shutil.copytree(plain, spoiled)
+    for name, file in zip((NEWEST, OLDER, OLDEST), FILES, strict=False):
+        flip_in(spoiled / name / file, 100)
+    *sound, none = run_locally(find_in_all, RANKS, [plain, hint, spoiled])[0]
+    for step, rejected, messages in sound:
         assert (step, rejected, messages) == (4, [], ["used step 4"] * 2)
+    step, rejected, _ = none
+    assert step is None
+    assert [text.split(" ")[0] for text in rejected] == [NEWEST, OLDER, OLDEST]
 
 
 def copied_run(unbroken, name):
@@ -281,11 +289,6 @@ def flip_in(path, position):
 def test_run_resumes_from_the_older_step(unbroken):
     run = copied_run(unbroken, "flipped")
     flip_in(run.checkpoints / NEWEST / SHARDS[1], 20_000)
-    refused = run.start(parallel3d__checkpoint__resume=4)
-    assert [end.code for end in refused] == [2, 2]
-    assert f"{SHARDS[1]} its contents do not match" in refused[0].log
-    assert "Traceback" not in refused[0].log
-    assert run.complete_steps() == [2, 3, 4]  # nothing was done to them
     ended = run.start()
     check_resumed(ended, 3)
     assert f"resume  {NEWEST} is rejected: {SHARDS[1]} its contents do not" in ended[0].log
@@ -293,6 +296,18 @@ def test_run_resumes_from_the_older_step(unbroken):
     check_same(run, unbroken, tidy=False)
 
 
+@pytest.mark.slow
+def test_damaged_step_that_is_asked_for_is_refused(unbroken):
+    run = copied_run(unbroken, "refused")
+    flip_in(run.checkpoints / NEWEST / SHARDS[1], 20_000)
+    refused = run.start(parallel3d__checkpoint__resume=4)
+    assert [end.code for end in refused] == [2, 2]
+    assert f"{SHARDS[1]} its contents do not match" in refused[0].log
+    assert "Traceback" not in refused[0].log
+    assert run.complete_steps() == [2, 3, 4]  # nothing was done to them
+
+
+@pytest.mark.slow  # by default in tests/train/test_resume.py
 def test_run_without_sound_checkpoint_starts_afresh_with_a_message(unbroken):
     run = copied_run(unbroken, "spoiled")
     for name, file in zip((NEWEST, OLDER, OLDEST), FILES, strict=False):

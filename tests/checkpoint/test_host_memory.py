@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -21,13 +22,17 @@ from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.resharding import Side, Trained, differences, state, whole
 from tests.checkpoint.saving import Named, saver_of
+from tests.verify.measuring import number_anew
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
 # A rank on each of two hosts, and two.
 PAIR = Side((1, 2, 1), 3)
 FOUR = Side((2, 2, 1), 3)
-HOSTS = {PAIR: "ab", FOUR: "aabb"}
+# Each host has all shards: a rank's copies of the other's shards are its copies of its file.
+COPIES = Side((1, 2, 1), 3, shards=1)
+OTHER = Side((2, 1, 1), 1)
+HOSTS = {PAIR: "ab", FOUR: "aabb", COPIES: "ab"}
 NAME = "run-0123-4567"
 
 
@@ -100,7 +105,30 @@ def save_on_rank(rank, side, root):
     saver.require_saved()
     disk.write_file = write
     trained.mesh.barrier()
-    return gathered, steps_left, messages
+    trained.engine.close()
+    copied = save_copies(root / "copies") if side == PAIR else []
+    return gathered, steps_left, messages, copied
+
+
+def refuse_to_send(memory, folder, plan, files):
+    """Stand in for `HostMemory._copy`."""
+    assert not plan, plan
+
+
+def save_copies(root):
+    """Save a step in memory, with copies of shards, and send nothing; return what was gathered."""
+    trained = Trained(COPIES, root)
+    trained.train(1)
+    memory = memory_of(trained.mesh, root / "kept", HOSTS[COPIES])
+    assert memory.has_copies
+    saver = saver_of(trained, root / "disk", [memory])
+    with patch.object(HostMemory, "_copy", refuse_to_send):
+        saver.save(state(1), memory)
+        saver.finish()
+    gathered = list(trained.gathered())
+    trained.mesh.barrier()
+    trained.engine.close()
+    return gathered
 
 
 @pytest.fixture(scope="module", params=[PAIR, pytest.param(FOUR, marks=pytest.mark.slow)], ids=str)
@@ -114,9 +142,13 @@ def saved(source, tmp_path_factory):
     root = tmp_path_factory.mktemp("saved")
     ranks = run_locally(save_on_rank, source.world_size, source, root)
     for step in (1, 2):
-        parts = whole(part for gathered, _, _ in ranks for part in gathered[step])
+        parts = whole(part for gathered, *_ in ranks for part in gathered[step])
         save_file(parts, root / f"reference-{step}.safetensors")
-    return root, [steps_left for _, steps_left, _ in ranks], [messages for _, _, messages in ranks]
+    if source == PAIR:
+        parts = whole(part for *_, copied in ranks for part in copied)
+        save_file(parts, root / "copies/reference-1.safetensors")
+    _, steps_left, messages, _ = zip(*ranks, strict=True)
+    return root, steps_left, messages
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +156,16 @@ def two_steps(saved):
     return saved[0]
 
 
-def load_on_rank(rank, side, root, cases):
+def load_each(rank, jobs):
+    """Return for each (side, root, cases) what `load_on_rank` does."""
+    results = []
+    for side, root, cases in jobs:
+        number_anew()
+        results.append(load_on_rank(side, root, cases))
+    return results
+
+
+def load_on_rank(side, root, cases):
     """Return for each folder of hosts the step that is used, the differences, the rejections."""
     trained = Trained(side, root)
     results = []
@@ -144,6 +185,7 @@ def load_on_rank(rank, side, root, cases):
             wrong = [text for text in wrong if text != f"{step} optimizer steps"]  # not two
         trained.mesh.barrier()
         results.append((step, wrong, rejected))
+    trained.engine.close()
     return results
 
 
@@ -202,12 +244,46 @@ CASES = {  # the whole memory, on another mesh too: test_other_meshes_and_hosts_
 }
 
 
-def test_newest_complete_step_survives_each_loss(two_steps, source):
+def losses_of(source, root):
+    """Return the job of loading after each loss."""
     for case in CASES:
-        damage(two_steps, case, source)
-    cases = [(case, HOSTS[source]) for case in CASES]
+        damage(root, case, source)
+    return source, root, [(case, HOSTS[source]) for case in CASES]
+
+
+def other_side_of(side, hosts, root):
+    """Return the job of loading on another mesh and other hosts."""
+    names = [f"{case}-{side}" for case in ("reshaped", "host", "refused", "other", "older")]
+    for name in names:
+        shutil.copytree(root / "kept", root / name)
+    shutil.rmtree(root / names[1] / ("b" if "a" in hosts else "a"))
+    options = [(), (), (NAME, 2), ("run-0123-8888",), (NAME, 1)]
+    return side, root, [(name, hosts, *more) for name, more in zip(names, options, strict=True)]
+
+
+def copies_of(root):
+    """Return the job of loading copies of shards after the loss of a host."""
+    for host in "ab":
+        assert len([*steps(root / "kept", host)["step-1"].glob("*.safetensors")]) == 2
+    shutil.copytree(root / "kept", root / "lost")
+    shutil.rmtree(root / "lost/b")
+    return COPIES, root, [("lost", HOSTS[COPIES])]
+
+
+@pytest.fixture(scope="module")
+def loaded(two_steps, source):
+    """Return by job's name what each rank loaded, with what two ranks load in one start."""
+    jobs = {"losses": losses_of(source, two_steps)}
+    if source == PAIR:
+        jobs["other side"] = other_side_of(OTHER, "ab", two_steps)
+        jobs["copies"] = copies_of(two_steps / "copies")
+    ranks = run_locally(load_each, source.world_size, [*jobs.values()])
+    return dict(zip(jobs, zip(*ranks, strict=True), strict=True))
+
+
+def test_newest_complete_step_survives_each_loss(loaded, two_steps, source):
     size = source.world_size
-    ranks = run_locally(load_on_rank, size, source, two_steps, cases)
+    ranks = loaded["losses"]
     for case, *results in zip(CASES, *ranks, strict=True):
         assert {step for step, _, _ in results} == {CASES[case]}, (case, results)
         assert all(wrong == [] for _, wrong, _ in results), (case, results)
@@ -231,28 +307,41 @@ def test_newest_complete_step_survives_each_loss(two_steps, source):
         assert (steps(two_steps / case, host)["step-2"] / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("side", "hosts"),
-    [
-        (Side((2, 1, 1), 1), "ab"),
-        pytest.param(Side((1, 1, 2), 0), "ca", marks=pytest.mark.slow),
-        pytest.param(Side((1, 2, 2), 3), "bbbb", marks=pytest.mark.slow),
-        pytest.param(Side((2, 1, 2), 1), "abca", marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_other_meshes_and_hosts_read_the_copies(two_steps, side, hosts):
-    """Also after the loss of a host, and on a host that had no memory of the run.
+@pytest.fixture
+def loaded_from_pair(loaded, source):
+    if source != PAIR:
+        pytest.skip("the pair of ranks has loaded it")
+    return loaded
+
+
+def test_other_meshes_and_hosts_read_the_copies(loaded_from_pair):
+    """Also after the loss of a host.
 
     Of a step after which the run has failed twice, or of another run, nothing is used.
     """
-    names = [f"{case}-{side}" for case in ("reshaped", "host", "refused", "other", "older")]
-    for name in names:
-        shutil.copytree(two_steps / "kept", two_steps / name)
-    shutil.rmtree(two_steps / names[1] / ("b" if "a" in hosts else "a"))
-    options = [(), (), (NAME, 2), ("run-0123-8888",), (NAME, 1)]
-    cases = [(name, hosts, *option) for name, option in zip(names, options, strict=True)]
-    for results in run_locally(load_on_rank, side.world_size, side, two_steps, cases):
+    check_other_side(loaded_from_pair["other side"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("side", "hosts"),
+    [
+        (OTHER, "ba"),
+        (Side((1, 1, 2), 0), "ca"),
+        (Side((1, 2, 2), 3), "bbbb"),
+        (Side((2, 1, 2), 1), "abca"),
+    ],
+    ids=str,
+)
+def test_more_meshes_and_hosts_read_the_copies(two_steps, side, hosts):
+    """Also on a host that had no memory of the run."""
+    job = other_side_of(side, hosts, two_steps)
+    ranks = run_locally(load_each, side.world_size, [job])
+    check_other_side([results for (results,) in ranks])
+
+
+def check_other_side(ranks):
+    for results in ranks:
         assert [(step, wrong) for step, wrong, _ in results] == [
             (2, []),
             (2, []),
@@ -263,9 +352,15 @@ def test_other_meshes_and_hosts_read_the_copies(two_steps, side, hosts):
         assert len(results[2][2]) == 2 and results[3][2] == []
 
 
+def test_copies_of_shards_are_the_copies_on_other_hosts(loaded_from_pair):
+    """Nothing was sent to the next host, and a lost host's shards are read from the other copy."""
+    for results in loaded_from_pair["copies"]:
+        assert results == [(1, [], [])]
+
+
 def test_host_without_room_keeps_its_steps_and_the_run_continues(saved, source):
     root, steps_left, messages = saved
-    assert steps_left == [{"a": ["step-2"], "b": ["step-2"]}] * source.world_size
+    assert steps_left == ({"a": ["step-2"], "b": ["step-2"]},) * source.world_size
     first, second = "\n".join(messages[0]).split("\nand\n")
     assert first.startswith("NOT SAVED IN MEMORY: ") and first.count("missing on a host") == 1
     assert second.startswith(

@@ -140,6 +140,7 @@ def resume_from_copies(config, root, name, dp, shards):
     return run
 
 
+@pytest.mark.slow  # by default without launches: test_host_memory.py
 def test_copies_of_shards_are_the_copies_on_other_hosts(config, pair, tmp_path):
     """Nothing is sent to the next host, and a lost host's shards are read from the other copy."""
     run = resume_from_copies(config, tmp_path, "copies", dp=2, shards=1)

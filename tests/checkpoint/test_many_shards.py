@@ -30,7 +30,7 @@ from tests.checkpoint.resharding import MODELS, STEPS, Side, Trained, difference
 from tests.checkpoint.test_index import Rank
 
 pytestmark = pytest.mark.gloo
-MODEL = layers(Case(model=MODELS["gpt"]).config.model)
+MODEL = layers(Case(model=MODELS["shallow"]).config.model)
 SHAPES = {name: spec.shape for name, spec in named_params(MODEL).items()}
 
 
@@ -61,7 +61,7 @@ def write(checkpoints, count):
 
 def load_under_a_limit(rank, checkpoints, limit, root):
     """Return the differences, the number of compared elements, and rank 0's reports."""
-    trained = Trained(Side((1, 2, 1), 3), root)
+    trained = Trained(Side((1, 2, 1), 3, model="shallow"), root)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     checkpoint, rejected = find_newest([on_disk.DiskPlace(trained.mesh, checkpoints)])
     assert checkpoint, rejected
@@ -96,7 +96,7 @@ def test_ranks_load_more_shards_than_the_open_file_limit(count, limit, tmp_path)
     assert [file["file"] for file in inspected["files"] if file["chunks"]] == shards
 
 
-@pytest.mark.parametrize("count", [8, 64, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, 32, pytest.param(1024, marks=pytest.mark.slow)])
 def test_work_of_a_rank_does_not_grow_with_the_number_of_shards(count, tmp_path, monkeypatch):
     """It opens its own file to hash it, to see that it is what its name says, and for the index."""
     folder, shards = write(tmp_path, count)

@@ -21,7 +21,7 @@ from parallel3d.mesh.nodes import find_nodes
 from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.resharding import Side, Trained, state
-from tests.checkpoint.saving import Named, names, on_two_ranks, saver_of
+from tests.checkpoint.saving import Named, names, on_two_ranks, saver_of, scenario_folder
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
@@ -134,15 +134,17 @@ def save_twice(rank, trained, folder):
     stalls = [saver.save(state(step)) for step in (1, 2)]
     busy = saver._running is not None
     saver.require_saved()
+    disk.write_file = write
     trained.mesh.barrier()
     return stalls, max(most), busy
 
 
-def test_second_save_waits_for_the_first(tmp_path):
-    for stalls, most, busy in on_two_ranks(save_twice, tmp_path):
+def test_second_save_waits_for_the_first(ended):
+    root, results = ended
+    for stalls, most, busy in results[save_twice]:
         assert most == 1 and busy
         assert stalls[1] > 0.3  # it had to wait for the first
-    assert names(tmp_path / "checkpoints") == ["latest", "step-1", "step-2"]
+    assert names(scenario_folder(save_twice, root)) == ["latest", "step-1", "step-2"]
 
 
 def flip_a_bit(path):
@@ -178,21 +180,23 @@ def damage_the_newest(rank, trained, folder, name):
     return messages, left, names(folder)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "shard-00001-of-00002.safetensors",
-        pytest.param("state.json", marks=pytest.mark.slow),
-        pytest.param("manifest.json", marks=pytest.mark.slow),
-    ],
-)
-def test_older_checkpoints_stay_until_the_newer_one_is_verified(name, tmp_path):
-    for messages, left, then in on_two_ranks(damage_the_newest, tmp_path, name):
+def check_damaged(root, results, name):
+    for messages, left, then in results[damage_the_newest]:
         (text,) = messages
         assert "CHECKPOINT NOT SAVED" in text and "step-3" in text and name in text, text
         assert left == ["latest", "step-1", "step-2"]
         assert then == ["latest", "step-2", "step-4"]
-    assert verify(tmp_path / "checkpoints/step-2") == []
+    assert verify(scenario_folder(damage_the_newest, root) / "step-2") == []
+
+
+def test_older_checkpoints_stay_until_the_newer_one_is_verified(ended):
+    check_damaged(*ended, SHARD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["state.json", "manifest.json"])
+def test_older_checkpoints_stay_until_each_file_is_verified(name, tmp_path):
+    check_damaged(tmp_path, on_two_ranks(tmp_path, (damage_the_newest, name)), name)
 
 
 def save_among_leftovers(rank, trained, folder):
@@ -216,9 +220,21 @@ def save_among_leftovers(rank, trained, folder):
     return left, trained.engine.states.counters()["optimizer_steps"]
 
 
-def test_leftovers_do_not_block_a_save_and_are_removed(tmp_path):
-    folder = tmp_path / "checkpoints"
-    for left, steps in on_two_ranks(save_among_leftovers, tmp_path):
+SHARD = "shard-00001-of-00002.safetensors"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Return the folder of the scenarios of two ranks, and what each returned on them."""
+    root = tmp_path_factory.mktemp("saves")
+    scenarios = (save_twice,), (damage_the_newest, SHARD), (save_among_leftovers,)
+    return root, on_two_ranks(root, *scenarios)
+
+
+def test_leftovers_do_not_block_a_save_and_are_removed(ended):
+    root, results = ended
+    folder = scenario_folder(save_among_leftovers, root)
+    for left, steps in results[save_among_leftovers]:
         kept = ["step-1", "step-3", "step-4", "step-5"]
         assert left == ["latest", *kept, "step-7.tmp", "step-8.deleted"]
         # The folder of another history under the same name was replaced.
