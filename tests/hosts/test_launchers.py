@@ -16,7 +16,8 @@ PP = (2, 1, 1)
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    return without_dropout(drill.prepared_config(tmp_path_factory.mktemp("launchers")))
+    raw = without_dropout(drill.prepared_config(tmp_path_factory.mktemp("launchers")))
+    return drill.changed(raw, {"parallel3d.train.steps": 3})
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from parallel3d.huggingface.source import CheckpointSource
 from tests.checkpoint.drill import LENGTH, changed, prepared_config
 from tests.launch.pages import ROOT
 from tests.train.held_out import held_out_loss
-from tests.train.running import folder_of, start
+from tests.train.running import folder_of, start_all
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
@@ -57,12 +57,13 @@ def trained(tmp_path_factory):
     """One run with an average from the start, and one that is given it when it goes on."""
     root = tmp_path_factory.mktemp("after-training")
     raw = changed(prepared_config(root), CHANGES)
+    whole, later = (changed(raw, {"parallel3d.run.name": name}) for name in ("whole", "later"))
+    first = changed(later, {"parallel3d.train.stop_after": BEGINS})
+    launches = [(changed(whole, EMA),), (first,), (changed(later, EMA),)]
+    for (ended,) in start_all(launches, (1, 1, 1)):
+        assert not ended.error, ended.error
     runs = []
-    for name, first in (("whole", EMA), ("later", {"parallel3d.train.stop_after": BEGINS})):
-        named = changed(raw, {"parallel3d.run.name": name})
-        for changes in [first] if name == "whole" else [first, EMA]:
-            (ended,) = start(changed(named, changes), (1, 1, 1))
-            assert not ended.error, ended.error
+    for name, named in (("whole", whole), ("later", later)):
         steps = [folder_of(named) / f"checkpoints/step-{n}" for n in range(1, STEPS + 1)]
         has_average = steps if name == "whole" else steps[BEGINS:]
         runs.append(

@@ -56,13 +56,18 @@ def test_variables_of_the_command_are_set():
     assert names <= {variable["name"] for variable in pod["containers"][0]["env"]}
 
 
+@pytest.mark.slow  # the models take seconds to import
 def test_jobset_has_only_fields_of_its_schema():
     """Kubeflow's own models of the API drop a field that they do not know."""
     from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
     document = read("jobset.yaml")
     assert JobsetV1alpha2JobSet.from_dict(document).to_dict() == document
-    # Pods find the first one by the name that JobSet gives it: SET-JOB-0-INDEX.SET.
+
+
+def test_pods_find_the_first_one_by_the_name_that_jobset_gives_it():
+    """SET-JOB-0-INDEX.SET."""
+    document = read("jobset.yaml")
     name = document["metadata"]["name"]
     job = document["spec"]["replicatedJobs"][0]["name"]
     pod = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]

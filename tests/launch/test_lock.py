@@ -23,7 +23,7 @@ def place(tmp_path):
 
 def start(place, number, name="shared", steps=4000):
     """So many at once; each with a file of what it says."""
-    named = ("--parallel3d.run.name", name, "--parallel3d.checkpoint.every", 5)
+    named = ("--parallel3d.run.name", name, "--parallel3d.checkpoint.every", 2)
     before = len(list(place.root.glob("log-*.txt")))  # two that write to one file lose lines
     logs = [place.root / f"log-{before + i}.txt" for i in range(number)]
     return [(place.forked(log, *SMALL, *named, steps=steps), log) for log in logs]

@@ -8,6 +8,7 @@ import pytest
 
 from launch import convert, draw, generate, plan, prepare, quick, report
 from parallel3d.config import RunConfig
+from parallel3d.extras.report import runs
 from tests.checkpoint.folders import make_checkpoint, seal, state_of
 from tests.remedies import refused
 
@@ -232,7 +233,8 @@ def test_data_as_a_block_does_not_choose_a_run():
 # report, replay
 
 
-def test_report_is_of_a_run_with_a_step(command, tmp_path):
+def test_report_is_of_a_run_with_a_step(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "pictures", lambda *_: {})  # tests/report draws them
     code, err = command(report, tmp_path / "none")
     assert code == 2 and "name the folder of a run, such as runs/first" in err
     run = tmp_path / "runs/first"

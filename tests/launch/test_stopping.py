@@ -21,13 +21,13 @@ SECONDS = 8.0  # "a few seconds", on a machine that is busy with other tests
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A corpus that takes some twenty seconds to prepare."""
+    """A corpus that takes some ten seconds to prepare."""
     place = Place(tmp_path_factory.mktemp("stopping"))
     words = random.Random(0)
     vocabulary = ["".join(words.choices("abcdefghijklmnop", k=6)) for _ in range(5000)]
-    for i in range(6):
+    for i in range(3):
         block = "\n".join(" ".join(words.choices(vocabulary, k=12)) for _ in range(5000))
-        (place.root / f"texts/large-{i}.txt").write_text(f"{block}\n" * 12)
+        (place.root / f"texts/large-{i}.txt").write_text(f"{block}\n" * 8)
     return place
 
 

@@ -70,6 +70,13 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(runs, "pictures", lambda *_: {})
 
 
+@pytest.fixture
+def bare(monkeypatch):
+    """Draw the plots that other tests see without content."""
+    for name in ("_losses", "_stacked", "_memory"):
+        monkeypatch.setattr(runs, name, lambda plt, *_: plt.figure(figsize=(1, 1)))
+
+
 def rows_of(page):
     """The cells of each row of the page's tables by the first."""
     rows = [re.findall(r"<t[dh]>(.*?)</t[dh]>", row) for row in re.findall("<tr>.*?</tr>", page)]
@@ -109,6 +116,7 @@ def test_page_of_two_runs_is_one_complete_file(tmp_path, command):
     assert page.count("is not measured yet; run `parallel3d plan --calibrate` first") == 2
 
 
+@pytest.mark.usefixtures("bare")
 def test_layers_around_a_jump_are_drawn_and_the_first_one_is_named(tmp_path, command):
     run = run_in(tmp_path / "run")
     names = ["embedding", "blocks.0", "blocks.1", "head"]
@@ -146,6 +154,7 @@ def test_restarts_are_shown_at_their_steps(tmp_path):
         plt.close(figure)
 
 
+@pytest.mark.usefixtures("bare")
 def test_measurements_are_those_of_the_newest_launch(tmp_path):
     folder = run_in(tmp_path / "run", meshes=("1x2x2", "2x1x2"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:-1]]
@@ -180,6 +189,7 @@ def test_plan_is_shown_beside_the_measurements(tmp_path, device):
     assert parts and all(rows[f"· {name}"] == ["", f"{x:.3g}"] for name, x in parts.items())
 
 
+@pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize(
     ("own", "recognised"),
     [
@@ -234,6 +244,7 @@ def refusal(command, *words):
     return printed.err
 
 
+@pytest.mark.usefixtures("bare")
 def test_scores_on_tasks_are_drawn_over_steps(tmp_path, monkeypatch):
     folder = run_in(tmp_path / "run")
     *lines, _ = (folder / "metrics.jsonl").read_text().splitlines()
@@ -268,6 +279,7 @@ def test_scores_on_tasks_are_drawn_over_steps(tmp_path, monkeypatch):
     assert rows_of(page)["questions, acc"] == ["0.5000"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_measured_parts_stand_beside_the_plan_with_the_largest_excess(tmp_path, command):
     folder = run_in(tmp_path / "run", bf16={"enabled": True})
     parts = dict.fromkeys(("forward", "backward", "waiting", "reduction", "optimizer"), 1e-4)
