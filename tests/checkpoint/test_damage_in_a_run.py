@@ -239,12 +239,16 @@ def check_all(copies):
     return detected
 
 
+def damage_one_shard_and_forge(copies):
+    damage_one_shard(copies)
+    forge(copies)
+
+
 @pytest.mark.parametrize(
     ("work", "least"),
     [
-        (damage_one_shard, 30),
+        (damage_one_shard_and_forge, 45),
         pytest.param(damage_each_file, 60, marks=pytest.mark.slow),
-        (forge, 15),
     ],
 )
 def test_damage_is_detected_and_the_older_step_is_used(unbroken, tmp_path, work, least):
