@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
+import torch
 from rich.console import Console
 
 import launch.train
@@ -93,6 +94,15 @@ def train_on_rank(rank, raw, disturb=None, *details):
             if claimed:
                 claimed.lock.release()
     return ended
+
+
+def leave_events_unread():
+    """Let torch not read a profile's events, which takes seconds; they stand in its trace."""
+
+    def read(profile):
+        return None
+
+    torch.autograd.profiler.profile._ensure_function_events = read
 
 
 def start(raw, mesh, disturb=None, *details):

@@ -46,14 +46,14 @@ def test_step_reads_device_once(raw, tmp_path):  # noqa: F811
 
     At the end of each set there is one more: the losses of its documents.
     """
-    config = on_mesh(raw, 2, 1, 1, steps=4, evaluate_every=2, evaluate_samples=8 * ROUNDS)
+    config = on_mesh(raw, 2, 1, 1, steps=3, evaluate_every=2, evaluate_samples=8 * ROUNDS)
     config |= {"zero_optimization": {"stage": 1}}
     ranks = run_locally(run_on_rank, 2, config, count_waits, str(tmp_path))
     assert [ended for ended, _ in ranks] == [DONE] * 2
     for rank in (0, 1):
         _, *steps = map(json.loads, (tmp_path / f"{rank}.jsonl").read_text().splitlines())
         ours = [{k: n for k, n in step.items() if "deepspeed/" not in k} for step in steps]
-        assert ours == [{READ: 1}, {READ: 1 + SETS * ROUNDS, SUMMED: SETS}, {READ: 1}]
+        assert ours == [{READ: 1}, {READ: 1 + SETS * ROUNDS, SUMMED: SETS}]
         assert {k.split(":")[-1] for step in steps for k in step if "deepspeed/" in k} == {
             "is_invalid_grad_norm"
         }

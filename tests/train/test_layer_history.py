@@ -160,7 +160,7 @@ WORDS = {
 def ends(config):
     """What each run printed and wrote: names of causes -> (ends of ranks, records by step).
 
-    A bad batch is the same on every stage, so one rank shows it.
+    The last one has two stages, whose numbers are put together.
     """
     causes = {
         "batch": (plant, bad_batch),
@@ -170,7 +170,7 @@ def ends(config):
     runs = [
         (named(config, name, train__steps=STEPS[name]), *cause) for name, cause in causes.items()
     ]
-    results = start_all(runs[:1], (1, 1, 1)) + start_all(runs[1:], (2, 1, 1))
+    results = start_all(runs[:2], (1, 1, 1)) + start_all(runs[2:], (2, 1, 1))
     ends = {}
     for (raw, *_), ended in zip(runs, results, strict=True):
         records = {}
@@ -201,6 +201,8 @@ def test_planted_cause_is_named(name, ends):
         outputs = record["largest_output"][place]
         # Layers before it are finite; the last one's output is the loss.
         assert [value is None for value in outputs] == [False, False, True, True, True, False]
+        for name in ("gradient_norm", "update_over_weight"):
+            assert all(value > 0 for value in record[name][0]), "both stages have written"
         assert all("nan at step 5" in end.error for end in ended)
 
 

@@ -5,7 +5,6 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
-import torch
 
 from parallel3d.mesh.groups import BACKEND
 from parallel3d.train import observers as observers_module
@@ -13,7 +12,7 @@ from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.drill import changed, prepared_config
 from tests.pipeline.test_total_order import Issued, cycle_in
 from tests.strict.running import STRICT
-from tests.train.running import folder_of, train_on_rank
+from tests.train.running import folder_of, leave_events_unread, train_on_rank
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
@@ -71,15 +70,10 @@ def watched(observers, issued):
     return counts
 
 
-def read_no_events(profile):
-    """Stand for torch's reading of a profile's events."""
-
-
 def on_rank(rank, raw, root, backend):
     if backend:
         os.environ[BACKEND] = backend
-    # To read torch's events takes seconds; they stand in its trace.
-    torch.autograd.profiler.profile._ensure_function_events = read_no_events
+    leave_events_unread()
     make = observers_module.observed_trainer
     seen = []
     issued = Issued()

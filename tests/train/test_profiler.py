@@ -16,6 +16,7 @@ from parallel3d.train import profiler
 from parallel3d.train.ending import DONE
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
+from tests.train.running import leave_events_unread
 from tests.train.test_trainer import on_mesh, raw, run_on_rank  # noqa: F401
 
 pytestmark = pytest.mark.gloo
@@ -25,6 +26,7 @@ SLACK = 300.0  # microseconds between the clocks of Python and torch
 
 
 def profile_on_rank(rank, directory):
+    leave_events_unread()
     trainer = Trainer(CASE)
     chosen = ProfileConfig(start=1, steps=2)
     recorder = profiler.Profiler(chosen, trainer.mesh, trainer.executor, run=Path(directory))
@@ -156,6 +158,7 @@ def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
 
 def profile_chosen_ranks(rank, folder, mesh, ranks):
     """Profile one step on a mesh."""
+    leave_events_unread()
     model = {"num_hidden_layers": 1}
     trainer = Trainer(Case(mesh=mesh, microbatches=1, steps=1, model=model))
     chosen = ProfileConfig(start=0, ranks=ranks)
