@@ -45,6 +45,7 @@ CASES = {
             "thresholds": THRESHOLDS,
             "offload": "cpu",
             "bucket": 2**18,
+            "model": {"num_hidden_layers": 2},
             **OFTEN,
             **ONE,
             **FULL,
