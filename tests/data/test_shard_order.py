@@ -9,7 +9,7 @@ from parallel3d.data.order import ShardOrder, sample_index, windows_per_shard
 
 pytestmark = pytest.mark.gloo
 
-COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
+COUNTS = st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any)
 
 
 @settings(max_examples=10)

@@ -82,7 +82,7 @@ def silent_server(first=b""):
     ids=["is_file", "matching_urls", "prepare", "no byte of a file", "a part of a file"],
 )
 def test_silent_server_is_an_error_after_a_while(first, question, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(remote, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(remote, "SILENT_SECONDS", 0.1)
     monkeypatch.setattr(streams, "ATTEMPTS", 2)
     with silent_server(first) as url, pytest.raises(DataError) as caught:
         question(url, tmp_path)
