@@ -263,7 +263,13 @@ def poison_gradient(rank, culprit):
 @pytest.mark.parametrize(
     ("disturb", "details", "expected"),
     [
-        (poison_loss, (1, math.inf), "the loss on rank 1 is inf at step 3"),
+        # By default tests/train/test_bad_steps.py has wrong losses.
+        pytest.param(
+            poison_loss,
+            (1, math.inf),
+            "the loss on rank 1 is inf at step 3",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             poison_weight, (1,), "the loss on rank 1 is nan at step 2", marks=pytest.mark.slow
         ),
