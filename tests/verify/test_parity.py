@@ -119,7 +119,7 @@ ALL_AXES = {
     "model": "llama",
     "mesh": (2, 2, 2),
     "zero": 3,
-    "offload": "cpu+cpu",
+    "offload": "nvme+nvme",
     "schedule": "v_shape",
     "microbatches": 2,
     "reduction": "per_step",
