@@ -77,10 +77,12 @@ def test_decoders_on_tensor_parallel_ranks_are_equal_to_one_process():
 
 
 def test_decoders_in_stages_are_equal_to_one_process():
-    """With ZeRO-3; windows with a rotation for each kind of layer, and a family's own switches."""
-    mesh = (2, 1, 1)
-    in_turn = switched(case_of("gpt_neox", STD, mesh, batch=4), IN_TURN)
-    check([case_of("gemma3_text", STD, mesh, batch=4), in_turn])
+    """With ZeRO-3; experts, windows with a rotation for each kind of layer, and own switches."""
+    experts, windows, neox = (
+        case_of(kind, STD, (2, 1, 1), batch=4)
+        for kind in ("deepseek_v3", "gemma3_text", "gpt_neox")
+    )
+    check([experts, windows, switched(neox, IN_TURN)])
 
 
 @pytest.mark.slow
