@@ -264,7 +264,12 @@ def explain_run(plan: Plan, measured: Sequence[Mapping[str, Any]]) -> Explanatio
         "compute": usual * own["compute"],
     }
     of_passes = slow.error("forward", "backward")
-    errors = {"data": latest.error("data"), "slow rank": of_passes, "compute": of_passes}
+    of_usual = ranks[ratios.index(usual)].error("forward", "backward")
+    errors = {
+        "data": latest.error("data"),
+        "slow rank": hypot(of_passes, of_usual),  # the error of a difference
+        "compute": of_passes,
+    }
     for name in WAITS:
         excesses = []
         for place, rank in enumerate(ranks):

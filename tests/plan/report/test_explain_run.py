@@ -161,6 +161,22 @@ def test_excess_within_its_spread_is_not_named():
     assert told.part == "data" and told.errors["data"] == pytest.approx(lost / 4)
 
 
+def test_slow_rank_is_named_beyond_the_spread_of_both_ranks():
+    """The others' passes are measured, too, so that a difference has the errors of both."""
+    plan = plan_of()
+    ranks = as_planned(plan)
+    lost = 0.3 * plan.time.seconds
+    ranks[2]["forward"] += lost
+    for rank in ranks:
+        rank["steps"] = 4
+        rank["forward spread"] = 0.8 * lost
+    told = explain_run(plan, ranks)
+    assert told.part == "" and told.errors["slow rank"] == pytest.approx(0.4 * 2**0.5 * lost)
+    for rank in ranks:
+        rank["forward spread"] = 0.6 * lost
+    assert explain_run(plan, ranks).part == "slow rank"
+
+
 @pytest.mark.parametrize("name", [*COMPUTE_KINDS])
 def test_kind_of_operation_with_the_largest_excess_is_named(name):
     plan = plan_of(cores=4)
