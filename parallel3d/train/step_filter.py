@@ -105,11 +105,13 @@ class StepFilter(Observer):
 
     def at_end(self, result: Result) -> None:
         """Say so if all steps overflowed: a short run ends before `Overflows` stops it."""
+        remedy = "train for more steps, lower fp16.initial_scale_power"
+        if self._config.fp16.loss_scale:
+            remedy = "lower fp16.loss_scale, set it to 0, with which the scale is found"
         if self._num_overflows == result.trained > 0:
             self._say(
                 f"NOT TRAINED: the gradients of all {result.trained} steps overflowed in fp16, so "
-                "no weight has changed; train for more steps, lower fp16.initial_scale_power, "
-                "or use bf16"
+                f"no weight has changed; {remedy}, or use bf16"
             )
 
     def _judge(self, step: Step, rows: Sequence[Sequence[float]], norm: float | None) -> Verdict:

@@ -310,6 +310,7 @@ def test_short_run_in_fp16_without_an_update_is_reported(tmp_path):
     changes = {"fp16": fp16, "parallel3d.train.steps": 2}
     (ended,) = start(changed(prepared_config(tmp_path), changes), (1, 1, 1))
     assert ended.code == 0 and ended.says("NOT TRAINED: the gradients of all 2 steps overflowed")
+    assert ended.says("lower fp16.loss_scale")
 
 
 def test_false_alarms_are_rare_and_spikes_are_seen():
