@@ -79,7 +79,7 @@ def grown(tmp_path, size):
 @pytest.mark.parametrize(
     ("size", "most"),
     [
-        (1_500_000, 200_000_000),  # 350 MB if the text is encoded in one piece
+        (1_500_000, 200_000_000),  # 437 MB if the text is encoded in one piece
         pytest.param(4 * 10**8, 500_000_000, marks=[pytest.mark.slow, HOUR]),
     ],
 )

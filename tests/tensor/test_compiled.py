@@ -77,11 +77,11 @@ def check(cases, backend, timeout=60, evaluations=2):
     ranks = run_locally(
         train_each, jobs[0][0].world_size, jobs, backend, evaluations, timeout=timeout
     )
-    compare(cases, ranks, evaluations)
+    assert_equal_and_compiled(cases, ranks, evaluations)
     return ranks
 
 
-def compare(cases, ranks, evaluations):
+def assert_equal_and_compiled(cases, ranks, evaluations):
     """Compare what `train_each` returned on each rank with the reference and the breaks."""
     for (case, breaks), *results in zip(cases, *ranks, strict=True):
         errors = errors_of(case.config, [measured for measured, _ in results])
@@ -145,7 +145,7 @@ def compiled_in_one_process():
 
 def test_functions_between_products_and_blocks_are_compiled_once(compiled_in_one_process):
     trained, _, _ = compiled_in_one_process
-    compare(list(zip(BY_DEFAULT, BREAKS, strict=True)), [trained], evaluations=0)
+    assert_equal_and_compiled(list(zip(BY_DEFAULT, BREAKS, strict=True)), [trained], evaluations=0)
 
 
 MOE = {"family": "moe", "num_experts": 4, "num_hidden_layers": 1}
