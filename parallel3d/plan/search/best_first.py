@@ -116,10 +116,11 @@ def _leanest(request: Request, meshes: Sequence[MeshSizes]) -> list[Setting]:
 
     leanest = []
     for mesh in meshes:
-        flows = sorted(candidates.flows(request, mesh), key=size)
-        choices = candidates.choices(request, flows[:1])
-        if settings := [setting_of(request, *each) for each in choices]:
-            leanest.append(min(settings, key=first))
+        for flow in sorted(candidates.flows(request, mesh), key=size):
+            choices = candidates.choices(request, [flow])
+            if settings := [setting_of(request, *each) for each in choices]:
+                leanest.append(min(settings, key=first))
+                break  # no schedule that splits backwards runs the first, which recomputes all
     return nsmallest(TOO_LARGE, leanest, key=total)
 
 

@@ -425,3 +425,10 @@ def test_free_search_is_not_slower_than_one_with_a_fixed_recomputation():
         (plan, *_) = search(request_of(llama, hardware.load("rtx4090"), 4, mesh | fixed), 1).plans
         seconds.append(plan.time.seconds)
     assert seconds[0] <= seconds[1]
+
+
+def test_smallest_plan_of_a_schedule_without_full_recomputation_is_named():
+    """Its flows begin with one that this schedule cannot run."""
+    fixed = {"schedule": "zero_bubble", "pp": 2}
+    ranking = search(request_of(config(batch=4), machine(GIB // 4, host_memory=0.0), 2, fixed))
+    assert not ranking.plans and ranking.too_large[0].setting.order.schedule == "zero_bubble"
