@@ -116,6 +116,7 @@ PRELOAD = [
     "deepspeed.utils.pin_memory",
     "torch._subclasses.schema_check_mode",
     "torch.profiler._cupti_monitor",
+    "encodings.idna",  # for the name of the host
 ]
 OPERATORS = pytest.StashKey()
 LAUNCHERS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")

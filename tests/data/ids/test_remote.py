@@ -81,14 +81,14 @@ def silent_server(first=b""):
     ],
     ids=["is_file", "matching_urls", "prepare", "no byte of a file", "a part of a file"],
 )
-def test_silent_server_is_an_error_after_a_while(first, question, tmp_path, monkeypatch, caplog):
+def test_silent_server_is_an_error_after_a_while(first, question, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(remote, "SILENT_SECONDS", 0.1)
     monkeypatch.setattr(streams, "ATTEMPTS", 2)
     with silent_server(first) as url, pytest.raises(DataError) as caught:
         question(url, tmp_path)
     assert f"{url} cannot be read (the server sent nothing for 0 s)" in str(caught.value)
     if first:
-        assert "attempt 1 of 2: " in caplog.text
+        assert "attempt 1 of 2: " in capsys.readouterr().err
     assert not list(tmp_path.glob("ids.npy"))
 
 
