@@ -131,7 +131,7 @@ class Profiler(Observer):
     def _record(self, number: int) -> Iterator[None]:
         if self._torch is None:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # do not log each start and stop
-            self._torch = profile(activities=supported_activities(), acc_events=True)
+            self._torch = profile(activities=supported_activities())
             self._torch.start()
         if self._mesh.device.type != "cpu":
             # With an idle device, the first action starts as soon as it is queued.

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
-import torch
 from rich.console import Console
 
 import launch.train
@@ -94,15 +93,6 @@ def train_on_rank(rank, raw, disturb=None, *details):
             if claimed:
                 claimed.lock.release()
     return ended
-
-
-def leave_events_unread():
-    """Let torch not read a profile's events, which takes seconds; they stand in its trace."""
-
-    def read(profile):
-        return None
-
-    torch.autograd.profiler.profile._ensure_function_events = read
 
 
 def start(raw, mesh, disturb=None, *details):

@@ -12,7 +12,7 @@ from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.drill import changed, prepared_config
 from tests.pipeline.test_total_order import Issued, cycle_in
 from tests.strict.running import STRICT
-from tests.train.running import folder_of, leave_events_unread, train_on_rank
+from tests.train.running import folder_of, train_on_rank
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
@@ -73,7 +73,6 @@ def watched(observers, issued):
 def on_rank(rank, raw, root, backend):
     if backend:
         os.environ[BACKEND] = backend
-    leave_events_unread()
     make = observers_module.observed_trainer
     seen = []
     issued = Issued()

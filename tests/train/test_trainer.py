@@ -28,7 +28,7 @@ from parallel3d.train.ending import DONE, STOPPED, StopRequest
 from parallel3d.train.reporter import Reporter
 from parallel3d.verify.local_ranks import run_locally
 from tests.train.held_out import check_losses
-from tests.train.running import claim_on_first, leave_events_unread
+from tests.train.running import claim_on_first
 from tests.train.test_metrics import KEYS
 
 pytestmark = pytest.mark.gloo
@@ -293,7 +293,6 @@ def test_nonfinite_value_on_one_rank_stops_all(raw, disturb, details, expected):
 
 def stop_in_step_two(rank, culprit, number):
     """One rank alone gets a signal, twice, while it is at its second step."""
-    leave_events_unread()
     run = Executor.run
 
     def signalled(self, batch, step=0):
