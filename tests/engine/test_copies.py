@@ -66,7 +66,7 @@ def compare_each(rank, cases):
 
 
 # A copy's ranks move what plain ZeRO of as many ranks moves; each rank's shard crosses once.
-TRAFFIC = {"zero3": {"weights": "per_pass"}}
+TRAFFIC = {"zero3": {"weights": "per_pass", "microbatches": 1}}
 
 
 def moved_on_rank(rank, cases):

@@ -22,6 +22,7 @@ on_nvme = pytest.mark.usefixtures("cpu_adam", "async_io")
 
 SMALL = {"steps": 2, "batch": 8, "microbatches": 2}
 ONE_LAYER = {"num_hidden_layers": 1}
+SMALLEST = {"steps": 1, "microbatches": 1, "model": ONE_LAYER}
 OFFLOADS = [
     "cpu",
     "nvme",
@@ -139,7 +140,7 @@ def train_first_of_two(rank, case, reference, in_one_folder):
 
 @on_nvme
 def test_two_engines_do_not_share_files(tmp_path):
-    case = small("param-nvme", tmp_path, mesh=(1, 2, 1), model=ONE_LAYER)
+    case = small("param-nvme", tmp_path, mesh=(1, 2, 1), **SMALLEST)
     results = run_locally(train_first_of_two, 2, case, case.reference, False)
     assert errors_of(case.config, results).within(1e-5)
 
@@ -147,7 +148,7 @@ def test_two_engines_do_not_share_files(tmp_path):
 @on_nvme
 @unpatched
 def test_two_engines_in_one_folder_fail(tmp_path):
-    case = small("param-nvme", tmp_path, mesh=(1, 2, 1), model=ONE_LAYER)
+    case = small("param-nvme", tmp_path, mesh=(1, 2, 1), **SMALLEST)
     with pytest.raises(RankFailed):  # the second one's start removes the first one's files
         run_locally(train_first_of_two, 2, case, case.reference, True, quiet=True)
 
@@ -169,7 +170,7 @@ def files_and_memory(rank, case):
 @on_nvme
 def test_offloaded_state_is_not_in_memory_and_files_are_removed(tmp_path):
     """The placeholders share the buffers of the stage."""
-    case = small("nvme+param-nvme", tmp_path, mesh=(1, 2, 1), tied=False, model=ONE_LAYER)
+    case = small("nvme+param-nvme", tmp_path, mesh=(1, 2, 1), tied=False, **SMALLEST)
     seen = set()
     ranks = run_locally(files_and_memory, 2, case)
     for rank, (folders, sizes, elements, held, swappers) in enumerate(ranks):
@@ -194,8 +195,8 @@ def test_offloaded_state_is_not_in_memory_and_files_are_removed(tmp_path):
 
 @on_nvme
 def test_parameters_stay_in_host_memory_up_to_max_in_cpu(tmp_path):
-    sizes = {"mesh": (1, 2, 1), "model": ONE_LAYER, "steps": 1}
-    case = small("param-nvme", tmp_path, {"offload_param.max_in_cpu": 10**6}, **sizes)
+    in_memory = {"offload_param.max_in_cpu": 10**6}
+    case = small("param-nvme", tmp_path, in_memory, mesh=(1, 2, 1), **SMALLEST)
     for _, _, elements, held, _ in run_locally(files_and_memory, 2, case):
         assert held["parameters"] >= 4 * elements
 

@@ -243,7 +243,7 @@ def gradients(rank, ways):
 
 def gradient(microbatches, precision, in_fp32):
     in_their_type = patch.object(core, "accumulate_in_fp32", lambda held: None)
-    sizes = {"steps": 1, "batch": MANY, "model": {"num_hidden_layers": 1}}
+    sizes = {"steps": 1, "batch": MANY, "model": {"num_hidden_layers": 1}, "weights": "per_step"}
     with nullcontext() if in_fp32 else in_their_type:
         trainer = Trainer(Case(precision=precision, microbatches=microbatches, **sizes))
     flat = []

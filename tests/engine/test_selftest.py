@@ -65,8 +65,8 @@ def run_all(rank, shape, modes, folder):
     return seconds
 
 
-# Every second mode has each stage, each place of optimizer and parameters, and each precision.
-FEW = MODES[::2]
+# Each stage, each place of optimizer and parameters, and each precision.
+FEW = [MODES[number] for number in (1, 5, 7, 8, 14, 16, 18)]
 
 
 @pytest.mark.usefixtures("cpu_adam", "operators")

@@ -140,7 +140,7 @@ EXACT = {
     "zero1+cpu": replace(BY_CPU_ADAM, zero_stage=1, offload="cpu"),
     # Reads and writes ahead, over several sub-groups.
     "zero3+nvme pipelined": replace(BY_CPU_ADAM, mesh=(1, 1, 1), offload="nvme", changes=PIPELINED),
-    "zero3+nvme+param-nvme": replace(BY_CPU_ADAM, offload="nvme+param-nvme"),
+    "zero3+nvme+param-nvme": replace(BY_CPU_ADAM, mesh=(1, 1, 1), offload="nvme+param-nvme"),
     "zero1 bf16": replace(TWO, zero_stage=1, precision="bf16"),
     "zero3 bf16": replace(TWO, precision="bf16"),
     "zero3 fp16": replace(TWO, precision="fp16", steps=6, changes=SCALED),

@@ -14,8 +14,8 @@ from tests.cases import Case, Trainer, unpatched
 pytestmark = pytest.mark.gloo
 
 # The fifth rank of five holds no part of a vector of 16 elements.
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2}
-FIVE = Case(mesh=(1, 5, 1), weights="per_step", model=SMALL, batch=10, microbatches=2, steps=1)
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1}
+FIVE = Case(mesh=(1, 5, 1), weights="per_step", model=SMALL, batch=5, microbatches=1, steps=1)
 
 
 def freed_on_rank(rank, case, has_remedy):

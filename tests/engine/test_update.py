@@ -114,7 +114,8 @@ def test_overlapped_update_gives_the_same_weights(precision, operators, cpu_adam
         weights="per_step",
         steps=2,
         precision=precision,
-        batch=8,
+        batch=2,
+        microbatches=1,
         model={"num_hidden_layers": 1},
         changes={"zero_optimization.sub_group_size": 7000},
     )
