@@ -38,13 +38,13 @@ class Ended:
     log: str
 
 
-def prepared_config(root):
+def prepared_config(root, num_layers=2):
     """A config whose corpus is prepared: dropout, recomputation and clipping are all at work."""
     words = random.Random(0)
     for i in range(40):
         lines = [" ".join(words.choices(WORDS, k=12)) for _ in range(12)]
         (root / f"{i}.txt").write_text("\n".join(lines))
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "num_hidden_layers": num_layers, "num_attention_heads": 4}
     dropout = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
     block = {
         "model": {"family": "gpt", "max_position_embeddings": LENGTH, **dropout, **sizes},

@@ -52,7 +52,6 @@ MODELS = {
         "vocab_size": 260,
     },
 }
-MICROBATCHES = 2
 BATCH = 16
 
 
@@ -77,6 +76,11 @@ class Side:
     @property
     def world_size(self):
         return sizes_of(self.mesh).ranks
+
+    @property
+    def microbatches(self):
+        """Return the fewest that the schedule takes: more add nothing to a state."""
+        return 1 if self.schedule == "gpipe" else 2
 
     @property
     def weights(self):
@@ -125,7 +129,7 @@ class Trained(Trainer):
                 reduction="auto",
                 sequence_parallel=side.sequence_parallel,
                 precision=side.precision,
-                microbatches=MICROBATCHES,
+                microbatches=side.microbatches,
                 batch=BATCH,
                 thresholds=side.thresholds,
                 model=MODELS[side.model],

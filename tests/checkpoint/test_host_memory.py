@@ -27,11 +27,11 @@ from tests.verify.measuring import number_anew
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
 # A rank on each of two hosts, and two.
-PAIR = Side((1, 2, 1), 3)
-FOUR = Side((2, 2, 1), 3)
+PAIR = Side((1, 2, 1), 3, model="shallow")
+FOUR = Side((2, 2, 1), 3, model="shallow")
 # Each host has all shards: a rank's copies of the other's shards are its copies of its file.
-COPIES = Side((1, 2, 1), 3, shards=1)
-OTHER = Side((2, 1, 1), 1)
+COPIES = Side((1, 2, 1), 3, shards=1, model="shallow")
+OTHER = Side((2, 1, 1), 1, model="shallow")
 HOSTS = {PAIR: "ab", FOUR: "aabb", COPIES: "ab"}
 NAME = "run-0123-4567"
 
@@ -79,7 +79,6 @@ def save_on_rank(rank, side, root):
     if rank == 0:
         shutil.copytree(root / "hosts", root / "kept")
     trained.mesh.barrier()
-    trained.train(1)
     messages.append("and")
     # The file of rank 0 arrives on a full memory.
     first = HOSTS[side].index("b")
@@ -98,7 +97,6 @@ def save_on_rank(rank, side, root):
 
     disk.write_file = write_late
     saver.save(state(3))
-    trained.train(1)
     saver.save(state(4), memory)
     assert "step-4" in steps(root / "hosts", "b") and not (root / "disk/step-3").exists()
     goes_on.set()
@@ -327,9 +325,9 @@ def test_other_meshes_and_hosts_read_the_copies(loaded_from_pair):
     ("side", "hosts"),
     [
         (OTHER, "ba"),
-        (Side((1, 1, 2), 0), "ca"),
-        (Side((1, 2, 2), 3), "bbbb"),
-        (Side((2, 1, 2), 1), "abca"),
+        (Side((1, 1, 2), 0, model="shallow"), "ca"),
+        (Side((1, 2, 2), 3, model="shallow"), "bbbb"),
+        (Side((2, 1, 2), 1, model="shallow"), "abca"),
     ],
     ids=str,
 )

@@ -102,7 +102,7 @@ class Drill:
 @pytest.fixture(scope="module")
 def make_drill(tmp_path_factory):
     root = tmp_path_factory.mktemp("kill")
-    config = prepared_config(root)
+    config = prepared_config(root, num_layers=1)
     made = {}
 
     def make(mode, mesh=MESH):

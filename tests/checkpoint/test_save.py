@@ -280,7 +280,6 @@ def weigh(rank, root):
     trained.engine.close()
     # tp cuts rows and columns; here a rank needs whole tensors' flat halves of both ranks' files.
     other = Trained(replace(WIDE, mesh=(1, 2, 1)), root)
-    other.train(1)
     checkpoint = find_named(root / "waiting", 1, other.mesh)
     model = layers(other.config.model)
     read = partial(load, checkpoint, engine=other.engine, mesh=other.mesh, layers=model)
