@@ -202,7 +202,7 @@ def test_shard_of_a_small_parameter_draws_only_a_part(shape, tp, dp):
         assert memory.drawn <= 0.8 * spec.numel
 
 
-BIG = {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 500}
+BIG = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 250}
 
 
 def build_whole(settings, mesh):
