@@ -17,9 +17,11 @@ from parallel3d.config.pretrained import derive_model_block, read_config
 from parallel3d.huggingface import source
 from parallel3d.huggingface.conversion import import_folder
 from parallel3d.huggingface.source import PublishedWeights
-from tests.huggingface.published import MODELS, save
+from tests.huggingface.published import save
 
 pytestmark = pytest.mark.gloo
+
+NAMES = ("gpt2", "llama2", "llama3", "qwen2", "pythia", "mixtral")
 
 
 def config_of(folder):
@@ -34,7 +36,7 @@ def opened(folder):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("published")
-    return {name: save(name, root / name) for name in MODELS}
+    return {name: save(name, root / name) for name in NAMES}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "pythia"])

@@ -70,7 +70,7 @@ def largest_errors(folder, mesh, tmp_path, **changes):
 
 def test_continued_training_equals_transformers(tmp_path):
     folder = save("qwen3_moe, dense layers", tmp_path / "model")
-    errors = largest_errors(folder, (1, 1, 2), tmp_path, **{"parallel3d.train.steps": 2})
+    errors = largest_errors(folder, (1, 1, 2), tmp_path, **{"parallel3d.train.steps": 1})
     assert errors.within(1e-5), errors
 
 
