@@ -5,6 +5,7 @@ Data sets of the hub, or of a folder, are loaded and cached by `datasets`.
 
 import glob
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,8 @@ KINDS = {"file": "whole", "line": "line", "blank_line": "blank_line"}
 SUFFIX = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet", "chat": "jsonl"}
 # Written by Dataset.save_to_disk and DatasetDict.save_to_disk; load_dataset cannot read them.
 SAVED = ("state.json", "dataset_dict.json")
+LINES_OF_JSON = re.compile(r"\.(jsonl|ndjson)(\.\w+)?$", re.IGNORECASE)
+"""The name of a file with lines of JSON, compressed or not."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class Files:
 def find_files(config: "DataConfig | PartConfig", max_line_bytes: int = MAX_LINE_BYTES) -> Files:
     """Return the files of a source other than a mixture, in an order that depends on names alone.
 
-    Raises DataError if nothing matches, or if a data set cannot be loaded.
+    Raises DataError if nothing matches, if a data set cannot be loaded, or if all files of "text"
+    have lines of JSON.
     """
     source = config.source
     if source == "python-stdlib":
@@ -85,6 +89,12 @@ def find_files(config: "DataConfig | PartConfig", max_line_bytes: int = MAX_LINE
         return Files("arrow", paths, names, config.text_field, rows)
     paths = tuple(matching_files(config.paths, SUFFIX[source]))
     kind = KINDS[config.documents] if source == "text" else source
+    if kind in ("whole", "blank_line") and all(map(LINES_OF_JSON.search, paths)):
+        raise DataError(
+            f'data.paths: {paths[0]} has lines of JSON by its name, and source "text" would train '
+            'on its braces and keys; set data.source to "jsonl", or data.documents to "line" to '
+            "train on the lines as they are"
+        )
     return Files(kind, paths, paths, config.text_field, max_line_bytes=max_line_bytes)
 
 

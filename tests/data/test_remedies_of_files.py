@@ -1,5 +1,7 @@
 """Each remedy of the messages about files of text and data sets is applied as it is written."""
 
+import gzip
+import json
 import shutil
 import subprocess
 import zipfile
@@ -25,6 +27,23 @@ def test_file_of_nul_bytes_is_restored_or_removed(tmp_path):
     assert assert_read(config).num_documents == 2
     path.unlink()
     assert assert_read(config).num_documents == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.NDJSON", "a.jsonl.gz"])
+def test_lines_of_json_are_no_text_unless_by_line(tmp_path, name):
+    path = tmp_path / name
+    opened = gzip.open if name.endswith("gz") else open
+    with opened(path, "wt") as file:
+        file.writelines(json.dumps({"text": f"{TEXT} {number}"}) + "\n" for number in range(2))
+    config = text_config(path, tmp_path)
+    with refused('set data.source to "jsonl", or data.documents to "line"'):
+        prepare(config)
+    with refused("braces and keys"):
+        prepare(config.model_copy(update={"documents": "blank_line"}))
+    assert assert_read(config.model_copy(update={"documents": "line"})).num_documents == 2
+    assert assert_read(config.model_copy(update={"source": "jsonl"})).num_documents == 2
+    write(tmp_path / "beside.txt", TEXT)
+    assert assert_read(text_config(tmp_path / "*", tmp_path)).num_documents == 2
 
 
 def test_archive_is_unpacked(tmp_path):
