@@ -9,10 +9,11 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.model.spec import LayerCost
+from parallel3d.models.transformers import spec
+from parallel3d.models.transformers.facts import Facts
 from parallel3d.models.transformers.spec import Config, MeasuredLayer
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import ReferenceErrors
@@ -57,9 +60,21 @@ def case_of(
     return Case(model=model, mesh=mesh, **{"batch": 8, "microbatches": 2} | settings)
 
 
-def train_cheaply(rank: int, jobs: Iterable[tuple[RunConfig, Reference]]) -> list[Differences]:
-    """Train one after another; blocks are placed as if all cost the same."""
-    with without_measuring():
+def train_cheaply(
+    rank: int,
+    jobs: Iterable[tuple[RunConfig, Reference]],
+    known: Mapping[str, Facts] = MappingProxyType({}),
+) -> list[Differences]:
+    """Train one after another; blocks are placed as if all cost the same.
+
+    `known` are facts that this rank need not look for, by the fields of their config.json.
+    """
+    find = spec.facts_of
+
+    def facts_of(fields: str) -> Facts:
+        return known[fields] if fields in known else find(fields)
+
+    with without_measuring(), patch.object(spec, "facts_of", facts_of):
         return train_each(rank, jobs)
 
 
@@ -73,7 +88,11 @@ def without_measuring() -> Iterator[None]:
 def errors_on_ranks(cases: Sequence[Case]) -> list[ReferenceErrors]:
     """Each case's errors; all have the same mesh, and train one after another on its ranks."""
     jobs = [(case.config, case.reference) for case in cases]
-    ranks = run_locally(train_cheaply, cases[0].world_size, jobs, timeout=3000)
+    known = {}
+    for config, _ in jobs:
+        assert isinstance(config.model, spec.Config)
+        known[config.model.json_of_facts] = config.model.facts
+    ranks = run_locally(train_cheaply, cases[0].world_size, jobs, known, timeout=3000)
     by_case = zip(*ranks, strict=True)
     return [errors_of(job[0], own) for job, own in zip(jobs, by_case, strict=True)]
 
