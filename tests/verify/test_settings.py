@@ -182,9 +182,10 @@ def test_small_model_has_several_heads(meshes):
 
 
 BALANCED = {"router_aux_loss": "sequence", "router_aux_loss_coef": 0.01}
+PLAIN = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}  # each other one trains again
 IDLE = {
     # The coefficient of the loss is 0 in the small model.
-    "form of a loss": ("moe", BALANCED | {"rms_norm_eps": 1e-4}, {}, {"router_aux_loss"}),
+    "form of a loss": ("moe", BALANCED | {"rms_norm_eps": 1e-4}, PLAIN, {"router_aux_loss"}),
     "epsilon that rounding hides": (
         "gpt",
         {"layer_norm_epsilon": 1.01e-5},

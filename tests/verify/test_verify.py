@@ -185,6 +185,15 @@ def quick(monkeypatch):
 
 @pytest.mark.usefixtures("quick")
 def test_half_precision_is_also_compared_in_fp32(monkeypatch, capsys):
+    """As if the resumed and the long case were right, which the command above has."""
+    compare = table.checked
+
+    def compare_whole_runs(config, reference, task, counters=None):
+        if task.resumes or task is table.LONG_TASK:
+            return ReferenceErrors(loss=1e-7, grad_norm=1e-7, weight=1e-7), {}
+        return compare(config, reference, task, counters=counters)
+
+    monkeypatch.setattr(table, "checked", compare_whole_runs)
     asked = [*QUICK, "--bf16.enabled", "true"]
     code, printed, errors = in_this_process(asked, monkeypatch, capsys)
     assert code == 0, errors
