@@ -44,16 +44,25 @@ class Measured(NamedTuple):
     traffic: tuple
 
 
-def measure(rank, family, full):
-    """Each case of the family and what torch did of it."""
-    return measure_cases(rank, cases_of(family, full))
+def measure(rank, families, full):
+    """Family -> each of its cases and what torch did of it."""
+    groups = make_groups()
+    return {
+        family: [(case, measured(case, groups)) for case in cases_of(family, full)]
+        for family in families
+    }
 
 
 def measure_cases(rank, cases):
     """Each case and what torch did of it."""
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
-    groups = {tp: dist.new_group(list(range(4 - tp, 4))) for tp in (1, 2, 4)}
+    groups = make_groups()
     return [(case, measured(case, groups)) for case in cases]
+
+
+def make_groups():
+    """The tensor-parallel group of each size."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    return {tp: dist.new_group(list(range(4 - tp, 4))) for tp in (1, 2, 4)}
 
 
 def measured(case, groups):

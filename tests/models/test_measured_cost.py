@@ -5,8 +5,10 @@ The declared ones are compared with a CPU's operators in test_layer_cost_of_torc
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
+import torch.distributed as dist
 
 from parallel3d import models
 from parallel3d.mesh.fake_groups import make_fake_groups
@@ -38,11 +40,25 @@ ALL_KINDS = [SELECTIVE, FULL, parse("mlp"), parse("layernorm+mlp_act")]
 TRAFFIC = 0.1  # the bound of test_layer_cost_of_torch.py
 
 
-def measure(rank, name, full):
-    config = CONFIGS[name]
-    block = models.layers(config)[1]
-    tps = ALL_TPS if full else TPS[name]
-    return meter.measured_layers([block], tps, ALL_KINDS if full else KINDS[name], longest=512)
+def measure(rank, full):
+    """The measured cost of each model's block; by default also what else is measured here."""
+    costs = {}
+    for name, config in CONFIGS.items():
+        block = models.layers(config)[1]
+        tps = ALL_TPS if full else TPS[name]
+        kinds = ALL_KINDS if full else KINDS[name]
+        costs[name] = meter.measured_layers([block], tps, kinds, longest=512)["blocks.0"]
+        dist.destroy_process_group()  # the next one has other groups
+    if full:
+        return costs, None, None
+    return costs, meter.answer(REQUEST), measure_any_decoder()
+
+
+@cache
+def measured(full):
+    """What `measure` comes to in a process of its own."""
+    (results,) = run_locally(measure, 1, full, timeout=900)
+    return results
 
 
 @pytest.fixture(
@@ -56,18 +72,18 @@ def measure(rank, name, full):
 def costs(request):
     """A model's name, and the measured cost of its blocks."""
     name, full = request.param
-    (measured,) = run_locally(measure, 1, name, full, timeout=900)
-    return name, measured["blocks.0"]
+    by_name, *_ = measured(full)
+    return name, by_name[name]
 
 
 def pairs(costs):
     """The declared and the measured cost of each variant and shape."""
-    name, measured = costs
+    name, block = costs
     declared = models.layers(CONFIGS[name])[1].cost
-    for variant in measured.variants:
+    for variant in block.variants:
         setting = (variant.tp, variant.sequence_parallel, parse(variant.recompute))
         for shape in (Shape(2, 64), Shape(1, 1024), Shape(3, 4096), Shape(2, 2**15)):
-            yield declared(shape, *setting), measured(shape, *setting)
+            yield declared(shape, *setting), block(shape, *setting)
 
 
 def operations(work):
@@ -120,28 +136,23 @@ def test_plan_with_measured_costs_is_that_with_declared_ones(costs):
     name, block = costs
     declared = layers_of(CONFIGS[name])
     first, *blocks, last = declared
-    measured = (first, *[replace(layer, cost=block) for layer in blocks], last)
+    by_measurement = (first, *[replace(layer, cost=block) for layer in blocks], last)
     for mesh in MESHES:
         planned = []
-        for model in (declared, measured):
+        for model in (declared, by_measurement):
             setting = new_setting(model, 512, Shape(2, 4096), 8, **mesh)
             peak = max(memory.total for memory in per_rank(setting, A100))
             planned.append((step_time(setting, A100).seconds, peak))
         assert planned[1] == pytest.approx(planned[0], rel=0.03)
 
 
-def answer(rank, request):
-    return meter.answer(request)
+SECTION = CONFIGS["llama"].model_dump(mode="json", exclude_none=True) | {"num_hidden_layers": 2}
+REQUEST = json.dumps({"model": SECTION, "ranks": [], "recompute": ["full"]})
 
 
 def test_answer_to_a_request_is_read_back():
     """By a planner, in another process."""
-    section = {
-        **CONFIGS["llama"].model_dump(mode="json", exclude_none=True),
-        "num_hidden_layers": 2,
-    }
-    request = json.dumps({"model": section, "ranks": [], "recompute": ["full"]})
-    (text,) = run_locally(answer, 1, request)
+    _, text, _ = measured(False)
     costs = meter.COSTS.validate_json(text)
     assert list(costs) == ["blocks.0"]
     block = models.layers(CONFIGS["llama"])[1]
@@ -155,7 +166,7 @@ def test_answer_to_a_request_is_read_back():
         cost(shape, 8)
 
 
-def measure_any_decoder(rank):
+def measure_any_decoder():
     fields = {
         "model_type": "llama",
         "hidden_size": 512,
@@ -173,7 +184,7 @@ def measure_any_decoder(rank):
 
 def test_block_of_transformers_costs_what_that_of_llama_does():
     """Its modules are not the library's, so each projection is a product, and norms keep more."""
-    (cost,) = run_locally(measure_any_decoder, 1)
+    _, _, cost = measured(False)
     declared = models.layers(CONFIGS["llama"])[1].cost
     for setting in ((1, False), (2, False), (2, True)):
         own = cost(Shape(4, 32), *setting)

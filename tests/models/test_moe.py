@@ -34,7 +34,8 @@ CONFIGS = {
     "top-k first": {"router": "topk_softmax", "score_bias": True},
     "odd sizes": {"moe_intermediate_size": 36, "num_experts": 5, "num_experts_per_tok": 3},
 }  # fmt: skip
-MESHES = ((2, False, NONE), (2, True, FULL), (4, True, NONE))
+MESHES = ((2, False, NONE), (2, True, FULL), (2, True, NONE))
+ON_FOUR = ((4, True, NONE),)
 # One of them each, in turn; the faults of DeepSeek-V3, and "none" of them, are on the first.
 ITS_MESHES = {n: MESHES[i % 3 :][:1] for i, n in enumerate(CONFIGS)}
 
@@ -121,7 +122,7 @@ def every():
     configs = {n: small("moe", **{"intermediate_size": 64} | c) for n, c in CONFIGS.items()}
     jobs = [(config, "none", ITS_MESHES[name]) for name, config in configs.items()]
     faulty = [(configs["DeepSeek-V3"], fault, MESHES[:1]) for fault in FAULTS]
-    results = on_ranks(computed, [*jobs, *faulty])
+    results = on_ranks(computed, [*jobs, *faulty], 2)
     return configs, dict(zip([*configs, *FAULTS], results, strict=True))
 
 
@@ -130,6 +131,15 @@ def test_gradients_equal_those_of_one_plain_process(name, every):
     configs, results = every
     for mesh, error in zip(ITS_MESHES[name], errors(configs[name], results[name]), strict=True):
         assert error < 1e-5, mesh
+
+
+@pytest.mark.slow  # by default tests/models/test_model.py has experts with all switches on four
+def test_gradients_on_four_ranks_equal_those_of_one_plain_process(every):
+    configs, _ = every
+    jobs = [(config, "none", ON_FOUR) for config in configs.values()]
+    for (name, config), ranks in zip(configs.items(), on_ranks(computed, jobs), strict=True):
+        (error,) = errors(config, ranks)
+        assert error < 1e-5, name
 
 
 @pytest.mark.parametrize("fault", FAULTS)
