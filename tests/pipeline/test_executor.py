@@ -14,7 +14,7 @@ from parallel3d.schedule.schedule import Op, add_sharding, peak_in_flight
 from parallel3d.schedule.schedules import make_schedule, splits_backward
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import first_weights
-from tests.cases import Case, Trainer, train_on_rank
+from tests.cases import Case, Trainer, any_weights, train_on_rank
 from tests.mesh.mortal import mortal
 from tests.verify.measuring import batches, losses_of
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gloo
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 DROPOUT = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
+SHALLOW = {"num_hidden_layers": 2}
 # A wide start, so that a mask moves the loss by far more than rounding or chance.
 WIDE = {"embd_pdrop": 0.5, "initializer_range": 0.1}
 
@@ -36,7 +37,8 @@ class Saved:
 
 def watched_step(rank, case):
     """What a step did, and for which forwards activations were alive after each action."""
-    trainer = Trainer(case)
+    with any_weights():
+        trainer = Trainer(case)
     executor = trainer.executor
     mesh = trainer.mesh
     transfers = []
@@ -191,7 +193,8 @@ def train_twice(rank, case):
 
 
 def train_and_evaluate(case, evaluations):
-    trainer = Trainer(case)
+    with any_weights():
+        trainer = Trainer(case)
     evaluator = trainer.evaluator
     losses = []
     norms = []
@@ -238,7 +241,8 @@ def test_evaluation_does_not_change_training(case):
 
 def fail_in_the_middle(rank, case, culprit):
     """What ended this rank's second step, and after how many seconds."""
-    trainer = Trainer(case)
+    with any_weights():
+        trainer = Trainer(case)
     first, second = trainer.batches()
     trainer.executor.run(first)
     trainer.engine.step(trainer.lr)
@@ -262,7 +266,7 @@ def fail_in_the_middle(rank, case, culprit):
 
 
 RAISING = [
-    Case(mesh=(2, 1, 2), schedule="gpipe", steps=2, batch=8, microbatches=2),
+    Case(mesh=(2, 1, 2), schedule="gpipe", steps=2, batch=8, microbatches=2, model=SHALLOW),
     slow(Case(mesh=(4, 1, 1), schedule="one_f_one_b", steps=2, reduction="per_microbatch")),
 ]
 
@@ -283,7 +287,7 @@ REPLICATED = DROPOUT | {"attn_pdrop": 0.0}  # tp ranks draw these masks alike
 def curves(*models, **settings):
     """Losses and gradient norms of a few steps of each model."""
     small = {"batch": 8, "microbatches": 2, "zero_stage": 1}
-    cases = [Case(model=model, **small, **settings) for model in models]
+    cases = [Case(model=model | SHALLOW, **small, **settings) for model in models]
     return [
         numbers[:2] for numbers in run_locally(train_each_on_rank, cases[0].world_size, cases)[0]
     ]

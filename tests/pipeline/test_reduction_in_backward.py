@@ -8,7 +8,7 @@ import pytest
 from parallel3d.engine import reduction as reduction_file
 from parallel3d.engine.quirks import reducing
 from parallel3d.verify.local_ranks import run_locally
-from tests.cases import Case, Trainer
+from tests.cases import Case, Trainer, any_weights
 
 pytestmark = pytest.mark.gloo
 
@@ -41,7 +41,8 @@ def trained_on_rank(rank, cases):
 
 def trained(case):
     """Losses, norms and weights; with what was reduced during and after which backward."""
-    trainer = Trainer(case)
+    with any_weights():
+        trainer = Trainer(case)
     names = {id(h.parameter): h.name for h in trainer.engine.held}
     events = []
     reduce_now = reducing.reduce_now

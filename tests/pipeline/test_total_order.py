@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel3d.verify.local_ranks import run_locally
-from tests.cases import Case, Trainer
+from tests.cases import Case, Trainer, any_weights
 
 pytestmark = pytest.mark.gloo
 
@@ -92,7 +92,8 @@ def group_of(value):
 def issued_on_rank(rank, cases):
     of_each = []
     for case in cases:
-        trainer = Trainer(case)
+        with any_weights():
+            trainer = Trainer(case)
         with Issued() as issued:
             trainer.run()
         of_each.append(issued.operations)
