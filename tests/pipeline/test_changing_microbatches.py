@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gloo
 COUNTS = 4, 2, 4  # microbatches in each step
 MICRO = 2
 CASES = [
-    Case(mesh=(2, 1, 1), microbatches=4, batch=8, **settings)
+    Case(mesh=(2, 1, 1), microbatches=4, batch=8, model={"num_hidden_layers": 2}, **settings)
     for settings in (
         {"schedule": "one_f_one_b", "zero_stage": 1, "reduction": "per_microbatch"},
         {"schedule": "zero_bubble", "weights": "per_pass"},
