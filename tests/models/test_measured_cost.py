@@ -55,7 +55,7 @@ def measure(rank, full):
 
 
 @cache
-def measured(full):
+def in_one_process(full):
     """What `measure` comes to in a process of its own."""
     (results,) = run_locally(measure, 1, full, timeout=900)
     return results
@@ -72,7 +72,7 @@ def measured(full):
 def costs(request):
     """A model's name, and the measured cost of its blocks."""
     name, full = request.param
-    by_name, *_ = measured(full)
+    by_name, *_ = in_one_process(full)
     return name, by_name[name]
 
 
@@ -152,7 +152,7 @@ REQUEST = json.dumps({"model": SECTION, "ranks": [], "recompute": ["full"]})
 
 def test_answer_to_a_request_is_read_back():
     """By a planner, in another process."""
-    _, text, _ = measured(False)
+    _, text, _ = in_one_process(False)
     costs = meter.COSTS.validate_json(text)
     assert list(costs) == ["blocks.0"]
     block = models.layers(CONFIGS["llama"])[1]
@@ -184,7 +184,7 @@ def measure_any_decoder():
 
 def test_block_of_transformers_costs_what_that_of_llama_does():
     """Its modules are not the library's, so each projection is a product, and norms keep more."""
-    _, _, cost = measured(False)
+    _, _, cost = in_one_process(False)
     declared = models.layers(CONFIGS["llama"])[1].cost
     for setting in ((1, False), (2, False), (2, True)):
         own = cost(Shape(4, 32), *setting)
