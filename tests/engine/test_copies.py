@@ -30,7 +30,7 @@ def case_of(mesh=(1, 4, 1), shards=2, changes=(), **settings):
 # Each way in which gradients are reduced.
 CASES = {
     "zero3 per microbatch, offloaded, Muon": case_of(
-        reduction="per_microbatch", offload="cpu", changes=MUON
+        reduction="per_microbatch", offload="cpu", steps=1, changes=MUON
     ),
     "zero1 offloaded, one rank a copy": case_of(
         mesh=(1, 2, 1), shards=1, zero_stage=1, offload="cpu"
