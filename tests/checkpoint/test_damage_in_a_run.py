@@ -28,7 +28,7 @@ FILES = [*SHARDS, "state.json", "manifest.json"]
 NEWEST = "step-4"
 OLDER = "step-3"
 OLDEST = "step-2"
-KEEP = {"parallel3d__checkpoint__keep": 3}
+KEEP = {"parallel3d__checkpoint__keep": 3, "zero_optimization__stage": 1}
 
 
 @pytest.fixture(scope="module")

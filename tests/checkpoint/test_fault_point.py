@@ -73,7 +73,8 @@ def changes_without_a_point(events):
 
 def test_fault_point_precedes_every_change_on_disk(tmp_path):
     """In saves, in deletes, and as what a kill left is tidied up."""
-    run = Run(prepared_config(tmp_path, num_layers=1), "one", (1, 1, 1))
+    config = prepared_config(tmp_path, num_layers=1)
+    run = Run(config, "one", (1, 1, 1), zero_optimization__stage=1)
     events = tmp_path / "events"
     ended = run.start(disturb=partial(listen, events))
     assert ended[0].code == 0, ended[0].log

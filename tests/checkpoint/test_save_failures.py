@@ -217,7 +217,8 @@ def test_error_of_an_asynchronous_save_is_reported(ended):
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    return prepared_config(tmp_path_factory.mktemp("save"), num_layers=1)
+    config = prepared_config(tmp_path_factory.mktemp("save"), num_layers=1)
+    return changed(config, {"zero_optimization.stage": 1})
 
 
 def fill_the_disk_for_step_2(rank):
