@@ -102,7 +102,8 @@ def peak_of_stages(rank, case):
 
 
 def test_breadth_first_holds_weights_of_two_stages_at_most():
-    case = replace(BREADTH, tied=False, steps=1, batch=4, microbatches=2)
+    two = {"num_hidden_layers": 2}  # each a stage, between those of the embedding and the head
+    case = replace(BREADTH, tied=False, steps=1, batch=4, microbatches=2, model=two)
     for most, sizes, expected, left in run_locally(peak_of_stages, 2, case):
         assert expected == 2 and len(sizes) == 4
         assert max(sizes) < most <= sum(sizes[-2:]) < sum(sizes)

@@ -19,14 +19,17 @@ pytestmark = pytest.mark.gloo
 
 SIZES = {"tied": False, "microbatches": 2, "batch": 4, "steps": 1, "mesh": (1, 2, 1)}
 SIZES |= {"model": {"num_hidden_layers": 1}}
+ONE_MICROBATCH = SIZES | {"microbatches": 1}
 SMALL_BUCKET = {"zero_optimization.reduce_bucket_size": 5_000}  # the model has 17,000 parameters
 BF16_SUMS = {"communication_data_type": "bf16"}
 MOE = {"family": "moe", "num_experts": 4, "num_hidden_layers": 1}
 # Each way in which complete gradients come to DeepSpeed; ZeRO-1 with a small bucket is below.
 CASES = {
     "zero2 per microbatch": Case(zero_stage=2, reduction="per_microbatch", **SIZES),
-    "offloaded": Case(zero_stage=1, offload="cpu", precision="bf16", **SIZES),
-    "experts": Case(zero_stage=2, changes={"parallel3d.mesh.ep": 2}, **SIZES | {"model": MOE}),
+    "offloaded": Case(zero_stage=1, offload="cpu", precision="bf16", **ONE_MICROBATCH),
+    "experts": Case(
+        zero_stage=2, changes={"parallel3d.mesh.ep": 2}, **ONE_MICROBATCH | {"model": MOE}
+    ),
 }
 MORE = {
     "zero1": Case(zero_stage=1, changes=SMALL_BUCKET, **SIZES),

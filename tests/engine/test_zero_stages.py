@@ -67,8 +67,8 @@ def held_at(stage, reduction="auto"):
         steps=1,
         batch=8,
         microbatches=2,
-        model={"num_hidden_layers": 2},
-        changes={"zero_optimization.reduce_bucket_size": 2**12},
+        model={"num_hidden_layers": 1},
+        changes={"zero_optimization.reduce_bucket_size": 2**11},
     )
     return run_locally(bytes_held, 4, case)[0]
 
