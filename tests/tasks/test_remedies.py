@@ -7,13 +7,19 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from parallel3d.extras.tasks.library import MeshLM, load_tasks
 from parallel3d.extras.tasks.score import _tokenizer_of
 from tests.remedies import refused
 
 pytestmark = pytest.mark.gloo
 
 HERE = Path(__file__).parent
+
+
+def load_tasks(names):
+    """Load tasks by lm_eval, whose import takes a second: not in each worker."""
+    from parallel3d.extras.tasks import library
+
+    return library.load_tasks(names)
 
 
 @pytest.fixture
@@ -67,6 +73,8 @@ def test_tokenizer_of_ids_is_named_for_tasks(tmp_path):
 
 
 def test_samples_are_as_long_as_a_continuation_or_it_is_shorter():
+    from parallel3d.extras.tasks.library import MeshLM
+
     def scored(longest, continuation):
         scorer = SimpleNamespace(longest=longest, lead=list)
         model = SimpleNamespace(_scorer=scorer)

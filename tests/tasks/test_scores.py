@@ -1,4 +1,7 @@
-"""Scores on tasks: each log-likelihood is that of lm_eval's own model on the export."""
+"""Scores on tasks: each log-likelihood is that of lm_eval's own model on the export.
+
+Rank 0 alone loads lm_eval, here as in a run.
+"""
 
 import json
 import sys
@@ -11,7 +14,6 @@ import torch
 
 from launch import convert
 from parallel3d.base.errors import ConfigError, TrainingError
-from parallel3d.extras.tasks import library
 from parallel3d.extras.tasks.scorer import Scorer
 from parallel3d.train import evaluate_checkpoint
 from parallel3d.train.ending import DONE, STOPPED
@@ -60,6 +62,8 @@ def expected(run):
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM
 
+    from parallel3d.extras.tasks import library
+
     folder = run.parent / "out"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     own = HFLM(model, tokenizer=str(folder), batch_size=3, max_length=LENGTH, device="cpu")
@@ -80,21 +84,29 @@ def expected(run):
     return responses, results["results"], greedy
 
 
+def keep_responses(patch, responses, greedy):
+    """Put each task's responses into `responses`, and those to the greedy requests."""
+    from parallel3d.extras.tasks import library
+
+    evaluate = library.evaluate
+
+    def with_samples(lm, tasks, **options):
+        outcome = evaluate(lm, tasks, **options | {"log_samples": True})
+        responses.update(requests_of(outcome))
+        responses[GREEDY] = [(response,) for response in lm._loglikelihood_tokens(greedy)]
+        return outcome
+
+    patch.setattr(library, "evaluate", with_samples)
+
+
 def score_on_rank(rank, words, greedy, plants):
     """What the command comes to with each planted bug, and the responses that rank 0 had."""
-    evaluate = library.evaluate
     results = []
     for plant in plants:
         responses = {}
-
-        def with_samples(lm, tasks, responses=responses, **options):
-            outcome = evaluate(lm, tasks, **options | {"log_samples": True})
-            responses.update(requests_of(outcome))
-            responses[GREEDY] = [(response,) for response in lm._loglikelihood_tokens(greedy)]
-            return outcome
-
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(library, "evaluate", with_samples)
+            if rank == 0:
+                keep_responses(patch, responses, greedy)
             plant(patch)
             ((code, printed),) = evaluate_on_rank(rank, [words])
         results.append((code, printed, responses))
@@ -268,6 +280,8 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_bad_task_is_refused_by_name(tmp_path, name):
+    from parallel3d.extras.tasks import library
+
     content, message = FILES[name]
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError) as caught:
@@ -295,7 +309,9 @@ def fail_on_rank(rank, words, bad):
     results = evaluate_on_rank(rank, [words], stops=True)
     with patch.object(evaluate_checkpoint, "load_weights", None):
         results += evaluate_on_rank(rank, [[*words, "--tasks", bad]])
-    with patch.object(library, "evaluate", fail):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if rank == 0:
+            monkeypatch.setattr("parallel3d.extras.tasks.library.evaluate", fail)
         try:
             evaluate_on_rank(rank, [words])
         except TrainingError as error:
