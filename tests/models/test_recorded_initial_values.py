@@ -5,7 +5,6 @@ from math import prod
 import pytest
 import torch
 import transformers
-from scipy.stats import ks_2samp
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -100,6 +99,8 @@ def drawn_here(init, shape, name):
 
 def assert_same_distribution(name, here, there):
     """Compare mean and deviation, within six deviations of their estimates, and quantiles."""
+    from scipy.stats import ks_2samp  # at the top each worker would load it, too
+
     count = there.numel()
     std = float(there.std())
     assert abs(float(here.mean() - there.mean())) < 6 * std * (2 / count) ** 0.5, name
