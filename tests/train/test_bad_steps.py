@@ -166,6 +166,9 @@ def events(raw):
     return [e for e in journal if e["event"] in ("skip", "rewind")]
 
 
+# One microbatch, for runs of one process whose numbers are those of any.
+QUICK = {"train_micro_batch_size_per_gpu": BATCH, "zero_optimization.stage": 1}
+ONE_LAYER = {"parallel3d.model.num_hidden_layers": 1}
 CPU = {"device": "cpu"}
 ZERO = [
     {"stage": 3},
@@ -184,35 +187,36 @@ ZERO = [
 
 @pytest.mark.parametrize("zero", ZERO, ids=str)
 def test_batches_are_left_out_as_one_process_would(config, zero):
-    """Skip batches 2 and 3, or rewind from 3 to step 2: one process trains on the others."""
-    options = {"checkpoint__every": 2}
-    changes = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 4}
+    """Skip batches 1 and 2, or rewind from 2 to step 1: one process trains on the others."""
+    options = {"checkpoint__every": 0, "checkpoint__at": [1]}
+    changes = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": BATCH}
     changes["parallel3d.pipeline.activation_checkpointing"] = "none"
     config = changed(config, changes)
     kind = f"{zero['stage']}-{len(zero)}"
     options["train__on_nonfinite"] = "skip"
-    skip = named(config, f"skip-{kind}", train__steps=6, **options)
+    skip = named(config, f"skip-{kind}", train__steps=5, **options)
     options["train__on_nonfinite"] = "rewind"
-    rewind = named(config, f"rewind-{kind}", train__steps=4, **options)
-    runs = [(skip, spoil, [2, 3], float("nan")), (rewind, spoil, [3], float("inf"))]
+    rewind = named(config, f"rewind-{kind}", train__steps=3, **options)
+    runs = [(skip, spoil, [1, 2], float("nan")), (rewind, spoil, [2], float("inf"))]
     for ended in start_all(runs, (2, 1, 1)):
         assert [e.code for e in ended] == [DONE] * 2, ended
-    plain = named(config, f"plain-{kind}", train__steps=4, **options)
-    (ended,) = start(plain, (1, 1, 1), leave_out, [2, 3])
+    config = changed(config, QUICK | {"zero_optimization": {"stage": 1}})
+    plain = named(config, f"plain-{kind}", train__steps=3, **options)
+    (ended,) = start(plain, (1, 1, 1), leave_out, [1, 2])
     assert ended.code == DONE, ended
     kept = lines(skip)
-    skipped = [kept.pop(2), kept.pop(2)]
+    skipped = [kept.pop(1), kept.pop(1)]
     assert all(line["loss"] is None and line["grad_norm"] > 0 for line in skipped)
     theirs = lines(plain)
     for ours in (kept, lines(rewind)):
-        assert len(ours) == len(theirs) == 4
+        assert len(ours) == len(theirs) == 3
         for key in ("loss", "grad_norm"):
             assert [x[key] for x in ours] == pytest.approx([x[key] for x in theirs], rel=1e-5)
     first, second = events(skip)
     (third,) = events(rewind)
-    assert (first["step"], first["samples"], first["count"]) == (3, [16, 23], 1)
-    assert (second["step"], second["samples"], second["count"]) == (4, [24, 31], 2)
-    assert (third["step"], third["to"], third["samples"]) == (4, 2, [16, 31])
+    assert (first["step"], first["samples"], first["count"]) == (2, [8, 15], 1)
+    assert (second["step"], second["samples"], second["count"]) == (3, [16, 23], 2)
+    assert (third["step"], third["to"], third["samples"]) == (3, 1, [8, 23])
     assert first["reason"].startswith("the loss on rank ") and third["reason"].endswith(" is nan")
 
 
@@ -222,7 +226,7 @@ def test_resumed_run_decides_alike(config, dp):
     bad = FEW + 2
     options = {"train__steps": bad + 2, "checkpoint__every": 50, "train__on_spike": "skip"}
     options |= {"train__digest_every": 3, "pipeline__activation_checkpointing": "none"}
-    quick = {"train_micro_batch_size_per_gpu": BATCH // dp, "zero_optimization.stage": 1}
+    quick = QUICK | ONE_LAYER | {"train_micro_batch_size_per_gpu": BATCH // dp}
     config = changed(config, quick)
     whole, half = (named(config, f"{name}-{dp}", **options) for name in ("whole", "half"))
     first = changed(half, {"parallel3d.train.stop_after": bad - 1})
@@ -251,6 +255,7 @@ def test_resumed_run_decides_alike(config, dp):
 
 
 def test_too_many_bad_batches_stop_the_run(config):
+    config = changed(config, QUICK | ONE_LAYER)
     options = {"train__steps": 3, "checkpoint__every": 2, "train__max_skips": 1}
     skip = named(config, "most", train__on_nonfinite="skip", **options)
     early = named(config, "early", train__on_nonfinite="rewind", **options)
@@ -308,7 +313,7 @@ def test_run_in_fp16_that_cannot_update_fails_by_name(tmp_path, fp16):
 
 def test_short_run_in_fp16_without_an_update_is_reported(tmp_path):
     fp16 = {"enabled": True, "loss_scale": 2.0**32}
-    changes = {"fp16": fp16, "parallel3d.train.steps": 2}
+    changes = {"fp16": fp16, "parallel3d.train.steps": 2, "zero_optimization.stage": 1}
     (ended,) = start(changed(prepared_config(tmp_path), changes), (1, 1, 1))
     assert ended.code == 0 and ended.says("NOT TRAINED: the gradients of all 2 steps overflowed")
     assert ended.says("lower fp16.loss_scale")
