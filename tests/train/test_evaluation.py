@@ -41,10 +41,11 @@ def test_validation_set_over_two_data_parallel_ranks(raw):  # noqa: F811
 
 
 def test_nothing_to_evaluate(raw):  # noqa: F811
-    config = with_data(on_mesh(raw, 1, 1, 1, steps=2), validation={})
+    config = with_data(on_mesh(raw, 1, 1, 1, save_weights=False, steps=1), validation={})
+    config |= {"zero_optimization": {"stage": 1}}
     ((ended, seen),) = run_locally(run_on_rank, 1, config)
     assert ended == DONE
-    assert [list(line) for line in seen.lines] == [KEYS, KEYS]
+    assert [list(line) for line in seen.lines] == [KEYS]
     assert seen.result.validation == {}
 
 

@@ -17,8 +17,9 @@ SAME = ("loss", "grad_norm", "lr", "tokens", "held_out_loss")
 
 def test_fork_of_trunk_equals_run_without_fork(tmp_path):
     """A trunk of constant rate keeps a checkpoint for each fork; the first one is trained."""
-    none = {"parallel3d.pipeline.activation_checkpointing": "none"}
-    base = changed(prepared_config(tmp_path), none)
+    quick = {"parallel3d.pipeline.activation_checkpointing": "none"}
+    quick |= {"gradient_accumulation_steps": 1, "zero_optimization.stage": 1}
+    base = changed(prepared_config(tmp_path), quick)
 
     def run(name, steps, schedule, **checkpoint):
         settings = {

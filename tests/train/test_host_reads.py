@@ -46,7 +46,8 @@ def test_step_reads_device_once(raw, tmp_path):  # noqa: F811
 
     At the end of each set there is one more: the losses of its documents.
     """
-    config = on_mesh(raw, 2, 1, 1, steps=3, evaluate_every=2, evaluate_samples=8 * ROUNDS)
+    evaluation = {"evaluate_every": 2, "evaluate_samples": 8 * ROUNDS}
+    config = on_mesh(raw, 2, 1, 1, steps=3, save_weights=False, **evaluation)
     config |= {"zero_optimization": {"stage": 1}}
     ranks = run_locally(run_on_rank, 2, config, count_waits, str(tmp_path))
     assert [ended for ended, _ in ranks] == [DONE] * 2

@@ -9,8 +9,8 @@ from parallel3d.base.layer_ranges import in_words
 from parallel3d.engine import layer_norms
 from parallel3d.engine.layer_norms import SAMPLE, LayerNorms
 from parallel3d.tensor.attention import CausalAttention
+from parallel3d.train import layer_history
 from parallel3d.train import observers as observers_module
-from parallel3d.train.layer_history import AFTER
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
 from tests.checkpoint.drill import changed, prepared_config
@@ -20,7 +20,8 @@ from tests.verify.measuring import number_anew
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
 AT = 22  # steps before the planted one, of which a score needs 16
-EARLY = 4  # such steps where no score is needed
+EARLY = 2  # such steps where no score is needed
+AFTER = 4  # steps after an event at which its file is written again: as few as tell it
 ASKED = AT + 4
 HISTORY = 24
 STEPS = {"batch": AT + 1 + AFTER, "fast": ASKED + 2, "overflow": EARLY + 1}
@@ -32,6 +33,7 @@ STEPS = {"batch": AT + 1 + AFTER, "fast": ASKED + 2, "overflow": EARLY + 1}
 def plant(rank, cause, *details):
     """Let `cause` change the parts of the run that is started next, and no later one."""
     make = observers_module.observed_trainer
+    layer_history.AFTER = AFTER
 
     def made(start, mesh, parts, **options):
         observers_module.observed_trainer = make
@@ -152,7 +154,7 @@ def named(raw, name, **changes):
 WORDS = {
     "batch": "update left its range: a bad batch (samples from 88 on)",
     "fast": "blocks.2 left its own range first, at step 23: its norm of the update",
-    "overflow": "blocks.1 left its own range first, at step 5: its largest output is not finite",
+    "overflow": "blocks.1 left its own range first, at step 3: its largest output is not finite",
 }
 
 
@@ -203,7 +205,7 @@ def test_planted_cause_is_named(name, ends):
         assert [value is None for value in outputs] == [False, False, True, True, True, False]
         for name in ("gradient_norm", "update_over_weight"):
             assert all(value > 0 for value in record[name][0]), "both stages have written"
-        assert all("nan at step 5" in end.error for end in ended)
+        assert all("nan at step 3" in end.error for end in ended)
 
 
 CASES = [

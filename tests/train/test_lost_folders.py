@@ -19,6 +19,9 @@ from tests.train.running import folder_of, start, start_all
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
 
+QUICK = {"zero_optimization.stage": 1, "gradient_accumulation_steps": 1}
+
+
 def after_step_1(disturbance, *args):
     """Call a disturbance when the first step has ended."""
     take_step = trainer_module.Trainer.take_step
@@ -80,7 +83,7 @@ def test_lost_folders_are_replaced_by_copies_or_end_the_run(tmp_path, cases):
         root = tmp_path / name
         root.mkdir()
         settings = {"parallel3d.run.name": name, "parallel3d.run.save_weights": "cache" in name}
-        settings |= {"parallel3d.data.read_ahead": 0}
+        settings |= {"parallel3d.data.read_ahead": 0} | QUICK
         raws[name] = changed(prepared_config(root), settings)
         runs.append((raws[name], disturbance, str(root / lost)))
     results = dict(zip(raws, start_all(runs, (1, 1, 1)), strict=True))
@@ -140,6 +143,7 @@ def test_verify_reads_every_file_of_the_tokenizer(saved_step, damage, name):
 def saved_step(tmp_path_factory):
     """The folder of a checkpoint."""
     root = tmp_path_factory.mktemp("saved")
-    raw = changed(prepared_config(root), {"parallel3d.train.steps": 1, "parallel3d.run.name": "a"})
+    settings = {"parallel3d.train.steps": 1, "parallel3d.run.name": "a"} | QUICK
+    raw = changed(prepared_config(root), settings)
     start_all([(raw,)], (1, 1, 1))
     return folder_of(raw) / "checkpoints/step-1"

@@ -163,7 +163,7 @@ def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
 def profile_chosen_ranks(rank, folder, mesh, ranks):
     """Profile one step on a mesh."""
     model = {"num_hidden_layers": 1}
-    trainer = Trainer(Case(mesh=mesh, microbatches=1, steps=1, model=model))
+    trainer = Trainer(Case(mesh=mesh, zero_stage=0, microbatches=1, steps=1, model=model))
     chosen = ProfileConfig(start=0, ranks=ranks)
     recorder = profiler.Profiler(chosen, trainer.mesh, trainer.executor, run=Path(folder))
     (batch,) = trainer.batches()

@@ -30,6 +30,7 @@ def run(tmp_path_factory):
     """A run of four steps on 1x2x1, with checkpoints of the steps 1, 3 and 4."""
     raw = prepared_config(tmp_path_factory.mktemp("replay"))
     settings = {f"parallel3d.model.{n}_pdrop": 0.0 for n in ("embd", "resid", "attn")}
+    settings |= {"parallel3d.pipeline.activation_checkpointing": "none"}
     settings |= {"train_batch_size": 2 * MICROBATCHES, "parallel3d.run.name": "run"}
     settings |= {"parallel3d.checkpoint.at": [1, 3], "parallel3d.train.digest_every": 1}
     settings |= {"parallel3d.train.steps": STEP + 1, "parallel3d.checkpoint.every": 0}

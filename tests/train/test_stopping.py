@@ -64,17 +64,17 @@ def test_busy_library_is_ended():
         with StopRequest().listening():
             child = os.fork()
             if child == 0:
-                time.sleep(0.2)
+                time.sleep(0.05)
                 os.kill(os.getppid(), signal.SIGTERM)
                 os._exit(0)
             hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 
-    ending._GRACE, grace = 0.5, ending._GRACE
+    ending._GRACE, grace = 0.2, ending._GRACE
     try:
         code, seconds = ended(compute, 60)
     finally:
         ending._GRACE = grace
-    assert code == STOPPED and 0.5 < seconds < 30
+    assert code == STOPPED and 0.2 < seconds < 30
 
 
 def test_end_of_deepspeed_command_is_request_to_stop(stop, monkeypatch):

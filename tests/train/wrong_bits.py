@@ -274,7 +274,7 @@ def on_rank(rank, case, kinds, faults, clean, seed):
     recomputation = Recomputation(trainer.config, trainer.mesh, trainer.parts)
     alarms = []
     rows = []
-    for step in range(max(clean, 2)):
+    for step in range(clean):
         message = take_step(trainer, recomputation, step)
         alarms += [message] if message else []
     saved = snapshot(trainer.engine.states)
