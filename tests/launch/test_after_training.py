@@ -28,6 +28,8 @@ CHANGES = {
     "parallel3d.train.steps": STEPS,
     "parallel3d.checkpoint.at": [1, 2, 3, 4],
     "parallel3d.checkpoint.asynchronous": False,
+    "parallel3d.pipeline.activation_checkpointing": "none",
+    "gradient_accumulation_steps": 1,
     "zero_optimization.stage": 1,
 }
 EMA = {"parallel3d.train.ema": {"decay": DECAY, "every": 1}}

@@ -51,7 +51,7 @@ def test_table_with_flops_instead_of_tokens_is_fitted(scaled, table, tmp_path):
         "--drop-largest-losses",
         "2",
         "--bootstraps",
-        "20",
+        "8",
         "--no-report",
         "--json",
     )
@@ -73,7 +73,7 @@ def test_table_with_flops_instead_of_tokens_is_fitted(scaled, table, tmp_path):
     assert len(reasons) == 2 and all("largest losses" in why for why in reasons.values())
     stored = json.loads((tmp_path / "fit.json").read_text())
     assert stored["parameters"] == report["parameters"]
-    assert len(stored["samples"]["alpha"]) == 20
+    assert len(stored["samples"]["alpha"]) == 8
     assert "fitted to 79 runs" in err and "line 84 final = 'nan'" in " ".join(err.split())
 
 

@@ -11,7 +11,7 @@ from tests.scaling.cases import CHINCHILLA, chinchilla, write_csv
 
 pytestmark = pytest.mark.pure
 
-FIT = ("fit", "runs.csv", "--estimator", "squares", "--bootstraps", "12", "--no-report", "--json")
+FIT = ("fit", "runs.csv", "--estimator", "squares", "--bootstraps", "8", "--no-report", "--json")
 RUN = ("predict", "--fit", "fit.json", "--params", "1e10", "--tokens", "3e11")
 
 
@@ -25,7 +25,7 @@ def fitted(scaled, tmp_path):
     return runs, json.loads(out)
 
 
-def test_best_run_of_a_budget_is_forecast(scaled, fitted):
+def test_best_run_of_a_budget_is_forecast_and_registered(scaled, fitted, tmp_path):
     code, out, err = scaled("predict", "--fit", "fit.json", "--flops", "1e23", "--json")
     assert code == 0
     made = json.loads(out)
@@ -47,6 +47,11 @@ def test_best_run_of_a_budget_is_forecast(scaled, fitted):
     (warning,) = made["warnings"]
     assert warning.startswith("only 5 budgets have their best size") and "WARNING: only 5" in err
     assert warning in fitted[1]["diagnostics"]["warnings"], "the fit printed it too"
+    # A registered one is named after its budget and the time.
+    assert scaled("predict", "--fit", "fit.json", "--flops", "1e24", "--register")[0] == 0
+    (file,) = tmp_path.glob("forecast-1e+24-*.json")
+    assert json.loads(file.read_text())["flops"] == 1e24
+    assert file.stat().st_mode & 0o222 == 0
 
 
 def test_forecast_is_registered_once_and_compared_with_its_run(scaled, fitted, tmp_path):
@@ -84,13 +89,6 @@ def test_forecast_is_registered_once_and_compared_with_its_run(scaled, fitted, t
         assert table.split()[-1] == ("yes" if held else "NO")
     code, out, err = scaled(*RUN, "--register", "late.json")
     assert (code, out) == (2, "") and "is among the points of fit.json" in err
-
-
-def test_registered_forecast_is_named_after_budget_and_time(scaled, fitted, tmp_path):
-    assert scaled("predict", "--fit", "fit.json", "--flops", "1e24", "--register")[0] == 0
-    (file,) = tmp_path.glob("forecast-1e+24-*.json")
-    assert json.loads(file.read_text())["flops"] == 1e24
-    assert file.stat().st_mode & 0o222 == 0
 
 
 BAD = [

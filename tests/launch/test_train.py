@@ -41,8 +41,17 @@ def place(tmp_path_factory):
     return Place(tmp_path_factory.mktemp("launch"))
 
 
-# Short rows, and few that are held out: what a launch proves does not depend on them.
-SMALL = ("--parallel3d.data.sequence_length", 32, "--parallel3d.train.evaluate_samples", 8)
+# A small model, short rows, few of them held out: what a launch proves does not depend on them.
+SMALL = (
+    "--parallel3d.data.sequence_length",
+    32,
+    "--parallel3d.train.evaluate_samples",
+    8,
+    "--parallel3d.model.hidden_size",
+    32,
+    "--parallel3d.model.num_hidden_layers",
+    2,
+)
 ALONE = ("--json", "--train_micro_batch_size_per_gpu", 8, *SMALL)
 STEPS = 2
 
@@ -105,7 +114,7 @@ def test_readme_command_trains_the_mesh(place, alone, dp, tp):
     command = deepspeed(2 * dp * tp)
     done = place.run(command, *mesh, *batch, *hardware, *SMALL, "--json", steps=STEPS)
     assert done.returncode == DONE, done.stderr[-4000:]
-    run = place.root / f"runs/gpt-h128-l4-2x{dp}x{tp}"
+    run = place.root / f"runs/gpt-h32-l2-2x{dp}x{tp}"
     config = json.loads((run / "config.json").read_text())
     assert config["parallel3d"]["pipeline"]["weights"] == "per_step"
     files = {"attempts.json", "checkpoints", "config.json", "corpus.json"}
