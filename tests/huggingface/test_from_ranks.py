@@ -60,7 +60,7 @@ CASES = [
     pytest.param(Case(mesh=(2, 2, 2), tied=True), marks=pytest.mark.slow),
     pytest.param(Case(mesh=(2, 2, 2), tied=False, offload="cpu"), marks=pytest.mark.slow),
     pytest.param(Case(mesh=(1, 1, 1), zero_stage=1), marks=pytest.mark.slow),
-    # Five layers on two coordinates of the pipeline, a vocabulary that tp does not divide.
+    # Three layers on two coordinates of the pipeline, a vocabulary that tp does not divide.
     Case(mesh=(2, 1, 2), zero_stage=1, batch=4, microbatches=1, steps=1),
     pytest.param(
         Case(mesh=(3, 1, 2), zero_stage=1, model={"num_hidden_layers": 5}), marks=pytest.mark.slow
