@@ -20,9 +20,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def test_pre_commit_runs_the_checks_of_ci():
     hooks = re.findall(r"entry: (.*)", (ROOT / ".pre-commit-config.yaml").read_text())
     lines = (ROOT / ".ci/run").read_text().splitlines()
+    commands = {line.partition(" >")[0] for line in lines}
     *static, pure = hooks
     assert static == ["ruff check .", "ruff format --check .", "mypy"]
-    assert set(static) <= set(lines) and "-m pure" in pure
+    assert set(static) <= commands and "-m pure" in pure
 
 
 def test_ci_runs_on_the_interpreters_of_the_package():
