@@ -57,7 +57,7 @@ def test_losing_stopped_peer_counts_as_stop_request(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("stopped on request before the first step; ")
 
 
-def test_busy_library_is_ended():
+def test_busy_library_is_ended(monkeypatch):
     """No Python runs while C computes: the process is ended for it, after its grace."""
 
     def compute():
@@ -69,11 +69,8 @@ def test_busy_library_is_ended():
                 os._exit(0)
             hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 
-    ending._GRACE, grace = 0.2, ending._GRACE
-    try:
-        code, seconds = ended(compute, 60)
-    finally:
-        ending._GRACE = grace
+    monkeypatch.setattr(ending, "_GRACE", 0.2)
+    code, seconds = ended(compute, 60)
     assert code == STOPPED and 0.2 < seconds < 30
 
 
