@@ -93,7 +93,7 @@ def find_files(config: "DataConfig | PartConfig", max_line_bytes: int = MAX_LINE
         raise DataError(
             f'data.paths: {paths[0]} has lines of JSON by its name, and source "text" would train '
             'on its braces and keys; set data.source to "jsonl", or data.documents to "line" to '
-            "train on the lines as they are"
+            "train on the lines as they are, or rename the files if each is one document"
         )
     return Files(kind, paths, paths, config.text_field, max_line_bytes=max_line_bytes)
 

@@ -42,7 +42,8 @@ def test_lines_of_json_are_no_text_unless_by_line(tmp_path, name):
         prepare(config.model_copy(update={"documents": "blank_line"}))
     assert assert_read(config.model_copy(update={"documents": "line"})).num_documents == 2
     assert assert_read(config.model_copy(update={"source": "jsonl"})).num_documents == 2
-    write(tmp_path / "beside.txt", TEXT)
+    shutil.copy(path, tmp_path / "renamed.txt")
+    assert assert_read(text_config(tmp_path / "renamed.txt", tmp_path)).num_documents == 1
     assert assert_read(text_config(tmp_path / "*", tmp_path)).num_documents == 2
 
 
